@@ -1,0 +1,32 @@
+"""Reading and writing everything that lapcli leaves on disk: one schema, one parentage, whole or not at all."""
+
+from lapcli.artifacts.atomic import atomic_directory, atomic_file
+from lapcli.artifacts.digest import digest_document, digest_file, digest_weights
+from lapcli.artifacts.run import RunDirectory
+from lapcli.artifacts.store import (
+    SCHEMA,
+    Artifact,
+    Lineage,
+    artifact_digest,
+    read_artifact,
+    read_document,
+    write_artifact,
+    write_document,
+)
+
+__all__ = [
+    "SCHEMA",
+    "Artifact",
+    "Lineage",
+    "RunDirectory",
+    "artifact_digest",
+    "atomic_directory",
+    "atomic_file",
+    "digest_document",
+    "digest_file",
+    "digest_weights",
+    "read_artifact",
+    "read_document",
+    "write_artifact",
+    "write_document",
+]

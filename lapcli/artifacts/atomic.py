@@ -1,0 +1,87 @@
+"""Files and directories that appear under their final name whole, or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lapcli.errors import ArtifactError
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial-{os.getpid()}")
+
+
+def _out_of_space(path: Path, error: OSError) -> ArtifactError:
+    free = shutil.disk_usage(path.parent).free
+    return ArtifactError(
+        f"{path} could not be written: {error.strerror} ({free / 2**20:.0f} MiB free); nothing was left behind",
+        "free some room, or name another place with --run or --output",
+    )
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it is synced and takes the final name.
+
+    Raises:
+        ArtifactError: the disk is full or the place cannot be written; the temporary file is gone by then.
+    """
+    temporary = _temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+        _fsync_directory(path.parent)
+    except OSError as error:
+        raise _out_of_space(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary directory beside `path`; on success its files are synced and it takes the final name.
+
+    Args:
+        path: the final name.
+        replace: whether a directory that is there already gives way (after the new one is whole).
+
+    Raises:
+        ArtifactError: `path` exists and `replace` is false, or the disk is full.
+    """
+    if path.exists() and not replace:
+        raise ArtifactError(
+            f"{path} exists already",
+            "remove it, name another with --output, or pass --overwrite",
+        )
+    temporary = _temporary_name(path)
+    old = path.with_name(f".{path.name}.replaced-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for written in temporary.rglob("*"):
+            if written.is_file():
+                with written.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        _fsync_directory(temporary)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(temporary, path)
+        _fsync_directory(path.parent)
+    except OSError as error:
+        raise _out_of_space(path, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

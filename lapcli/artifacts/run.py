@@ -1,0 +1,108 @@
+"""The run directory: one chain of artifacts, one process at a time."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lapcli.artifacts.atomic import atomic_file
+from lapcli.errors import ArtifactError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where one chain finds its inputs and leaves its outputs.
+
+    Attributes:
+        path: the directory; it is made when something is first written.
+    """
+
+    path: Path
+
+    @property
+    def calibration(self) -> Path:
+        """The calibration artifact."""
+        return self.path / "calibration.safetensors"
+
+    @property
+    def selection(self) -> Path:
+        """The selection artifact."""
+        return self.path / "selection.safetensors"
+
+    @property
+    def sliced(self) -> Path:
+        """The sliced model's directory."""
+        return self.path / "sliced"
+
+    @property
+    def recovered(self) -> Path:
+        """The recovered model's directory."""
+        return self.path / "recovered"
+
+    @property
+    def evaluation(self) -> Path:
+        """The evaluation's JSON document."""
+        return self.path / "evaluation.json"
+
+    @property
+    def record(self) -> Path:
+        """`run.json`: the base model and the commands so far."""
+        return self.path / "run.json"
+
+    def read_record(self) -> dict[str, Any] | None:
+        """The content of `run.json`, or `None` where there is no run.
+
+        Raises:
+            ArtifactError: it is there, but no JSON.
+        """
+        try:
+            return json.loads(self.record.read_text())
+        except FileNotFoundError:
+            return None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ArtifactError(
+                f"{self.record} is no JSON: {error}", "delete it; the artifacts beside it stay valid"
+            ) from error
+
+    def note(self, model: dict[str, Any], command: str, result: dict[str, Any]) -> None:
+        """Add a finished command to `run.json`; the same command with the same result is noted once."""
+        record = self.read_record() or {"commands": []}
+        record["model"] = model
+        entry = {"command": command, **result}
+        if entry not in record["commands"]:
+            record["commands"].append(entry)
+        with atomic_file(self.record) as temporary:
+            temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the directory for this process; the kernel lets go of it when the process ends, however it ends.
+
+        Raises:
+            ArtifactError: another process holds it (its number is named), or the place cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = (self.path / ".lock").open("a+")
+        except OSError as error:
+            raise ArtifactError(
+                f"the run directory {self.path} cannot be written: {error.strerror}", "name another with --run DIR"
+            ) from error
+        with handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                handle.seek(0)
+                holder = handle.read().strip() or "unknown"
+                raise ArtifactError(
+                    f"another lapcli (process {holder}) is at work in {self.path}",
+                    "wait for it, or give this command a run directory of its own with --run DIR",
+                ) from error
+            handle.truncate(0)
+            handle.write(str(os.getpid()))
+            handle.flush()
+            yield

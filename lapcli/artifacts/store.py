@@ -1,0 +1,231 @@
+"""One artifact: a safetensors file whose header holds one JSON document.
+
+The document says what the file is (`kind`, `schema`), what made it (`lapcli`, `settings`, `seed`), from what
+(`model`, `parents`), and what its tensors' axes mean. `docs/artifacts.md` is the reference.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+import lapcli
+from lapcli.artifacts.atomic import atomic_file
+from lapcli.artifacts.digest import digest_document
+from lapcli.errors import ArtifactError
+
+SCHEMA = 1
+"""The schema version that this lapcli writes, and the newest that it reads."""
+
+_KEY = "lapcli"
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What an artifact is and where it comes from.
+
+    Attributes:
+        kind: "calibration", "selection", "model", "evaluation".
+        model: name, revision and digest of the base model.
+        family: the adapter's name.
+        settings: every setting the numbers depend on.
+        parents: digest of each artifact it was made from, by kind.
+        axes: for each tensor name pattern, the names of its axes.
+        record: what was found on the way (token counts, corpus digest, bounds); not part of the identity.
+    """
+
+    kind: str
+    model: dict[str, Any]
+    family: str
+    settings: dict[str, Any]
+    parents: dict[str, str] = field(default_factory=dict[str, str])
+    axes: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    record: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def identity(self) -> str:
+        """The digest of what determines the content: kind, model, settings and parents."""
+        return digest_document(
+            {
+                "kind": self.kind,
+                "model": self.model.get("digest"),
+                "settings": self.settings,
+                "parents": self.parents,
+            }
+        )
+
+    def differences(self, other: "Lineage") -> list[str]:
+        """What keeps `other` from standing in for this one, a phrase each (this one's value first)."""
+        found: list[str] = []
+        if self.kind != other.kind:
+            found.append(f"kind: {self.kind} wanted, {other.kind} found")
+        if self.model.get("digest") != other.model.get("digest"):
+            mine, theirs = (
+                f"{lineage.model.get('name')} ({str(lineage.model.get('digest'))[:12]})"
+                for lineage in (self, other)
+            )
+            found.append(f"model: {mine} wanted, {theirs} found")
+        for name, mine_all, theirs_all in (
+            ("", self.settings, other.settings),
+            ("made from ", self.parents, other.parents),
+        ):
+            for key in sorted(mine_all.keys() | theirs_all.keys()):
+                mine_value, theirs_value = mine_all.get(key), theirs_all.get(key)
+                if mine_value != theirs_value:
+                    found.append(f"{name}{key}: {_short(mine_value)} wanted, {_short(theirs_value)} found")
+        return found
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:12]}…"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact on disk: its lineage, and its tensors on demand.
+
+    Attributes:
+        path: the file.
+        lineage: what it is and where it comes from.
+        names: its tensors' names, sorted.
+    """
+
+    path: Path
+    lineage: Lineage
+    names: tuple[str, ...]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor (CPU).
+
+        Raises:
+            ArtifactError: there is no tensor of that name.
+        """
+        if name not in self.names:
+            raise ArtifactError(f"{self.path} holds no tensor {name!r}; it holds {', '.join(self.names[:6])} …")
+        with safe_open(self.path, framework="pt") as handle:
+            return handle.get_tensor(name)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Read all tensors (CPU)."""
+        with safe_open(self.path, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in self.names}
+
+
+def _document(lineage: Lineage, content: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "lapcli": lapcli.__version__,
+        "identity": lineage.identity(),
+        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in content.values()}),
+        "content": content_digest(content),
+        **asdict(lineage),
+    }
+
+
+def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The sha256 of tensors: names, dtypes, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous().cpu()
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        # Viewed as bytes, since numpy has no bfloat16.
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_artifact(path: Path, lineage: Lineage, tensors: Mapping[str, torch.Tensor]) -> Artifact:
+    """Write an artifact under a temporary name, sync it, and give it its final name.
+
+    Tensors are stored contiguous, on their own storage: a view would drag its whole base along.
+
+    Raises:
+        ArtifactError: it cannot be written; nothing is left behind then.
+    """
+    stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    metadata = {_KEY: json.dumps(_document(lineage, stored), ensure_ascii=False, allow_nan=False)}
+    with atomic_file(path) as temporary:
+        try:
+            save_file(stored, temporary, metadata=metadata)
+        except SafetensorError as error:
+            raise ArtifactError(f"{path} could not be written: {error}") from error
+    return Artifact(path, lineage, tuple(sorted(stored)))
+
+
+def _lineage(document: Mapping[str, Any], path: Path, kind: str | None) -> Lineage:
+    schema = document.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise ArtifactError(
+            f"{path} has schema {schema} (written by lapcli {document.get('lapcli')}); "
+            f"this lapcli {lapcli.__version__} reads up to {SCHEMA}",
+            "update lapcli, or make the file again with this version",
+        )
+    if kind is not None and document.get("kind") != kind:
+        raise ArtifactError(f"{path} is a {document.get('kind')}, but a {kind} is wanted here")
+    fields = Lineage.__dataclass_fields__
+    try:
+        return Lineage(**{name: document[name] for name in fields})
+    except KeyError as error:
+        raise ArtifactError(f"{path} lacks {error} in its header; it was not written by lapcli") from error
+
+
+def read_artifact(path: Path, kind: str | None = None) -> Artifact:
+    """Open an artifact and check what can be checked without reading its tensors.
+
+    Args:
+        path: the file.
+        kind: the kind wanted, or `None` for any.
+
+    Raises:
+        ArtifactError: it is missing, truncated, foreign, of another kind or of a newer schema.
+    """
+    if not path.is_file():
+        raise ArtifactError(f"there is no {kind or 'artifact'} at {path}")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            metadata: dict[str, str] = handle.metadata() or {}
+            names = tuple(sorted(handle.keys()))
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(
+            f"{path} is truncated or no safetensors file ({error})", "delete it and run the command that makes it again"
+        ) from error
+    if _KEY not in metadata:
+        raise ArtifactError(f"{path} is a safetensors file, but no lapcli artifact (its header has no '{_KEY}' entry)")
+    try:
+        document = json.loads(metadata[_KEY])
+    except json.JSONDecodeError as error:
+        raise ArtifactError(f"{path} has a header that is no JSON: {error}") from error
+    return Artifact(path, _lineage(document, path, kind), names)
+
+
+def artifact_digest(artifact: Artifact) -> str:
+    """The digest of an artifact's identity and content, which its children record as their parent."""
+    with safe_open(artifact.path, framework="pt") as handle:
+        document = json.loads((handle.metadata() or {})[_KEY])
+    return digest_document({"identity": document["identity"], "content": document["content"]})
+
+
+def write_document(path: Path, lineage: Lineage) -> None:
+    """Write a lineage alone, as JSON (the `lapcli.json` of a model directory)."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(_document(lineage, {}), indent=1, ensure_ascii=False) + "\n")
+
+
+def read_document(path: Path, kind: str | None = None) -> Lineage:
+    """Read a lineage that `write_document` wrote.
+
+    Raises:
+        ArtifactError: it is missing, no JSON, of another kind or of a newer schema.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ArtifactError(f"there is no {path}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} is no JSON: {error}") from error
+    return _lineage(document, path, kind)
