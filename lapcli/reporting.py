@@ -4,7 +4,7 @@ A stage takes a `Reporter`; the command line passes one that draws (`lapcli.cli.
 passes nothing and gets `SilentReporter`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -21,7 +21,7 @@ class Reporter(Protocol):
     """Where progress and remarks go."""
 
     @contextmanager
-    def task(self, description: str, total: float | None = None, unit: str = "") -> Iterator[Task]:
+    def task(self, description: str, total: float | None = None, unit: str = "") -> Generator[Task]:
         """Announce work of `total` units (`None`: unknown) and yield the handle to advance it."""
         ...
 
@@ -52,7 +52,7 @@ class SilentReporter:
         self.warnings: list[str] = []
 
     @contextmanager
-    def task(self, description: str, total: float | None = None, unit: str = "") -> Iterator[Task]:
+    def task(self, description: str, total: float | None = None, unit: str = "") -> Generator[Task]:
         """Yield a handle that ignores what it is told."""
         yield _SilentTask()
 

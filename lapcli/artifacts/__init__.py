@@ -2,6 +2,7 @@
 
 from lapcli.artifacts.atomic import atomic_directory, atomic_file
 from lapcli.artifacts.digest import digest_document, digest_file, digest_weights
+from lapcli.artifacts.header import SafetensorsHeader, TensorEntry, encode_header, read_header
 from lapcli.artifacts.run import RunDirectory
 from lapcli.artifacts.store import (
     SCHEMA,
@@ -19,14 +20,18 @@ __all__ = [
     "Artifact",
     "Lineage",
     "RunDirectory",
+    "SafetensorsHeader",
+    "TensorEntry",
     "artifact_digest",
     "atomic_directory",
     "atomic_file",
     "digest_document",
     "digest_file",
     "digest_weights",
+    "encode_header",
     "read_artifact",
     "read_document",
+    "read_header",
     "write_artifact",
     "write_document",
 ]

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def _out_of_space(path: Path, error: OSError) -> ArtifactError:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Generator[Path]:
     """Yield a temporary path beside `path`; on success it is synced and takes the final name.
 
     Raises:
@@ -51,7 +51,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
+def atomic_directory(path: Path, *, replace: bool = False) -> Generator[Path]:
     """Yield a temporary directory beside `path`; on success its files are synced and it takes the final name.
 
     Args:

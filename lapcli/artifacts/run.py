@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,7 @@ class RunDirectory:
             temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> Generator[None]:
         """Hold the directory for this process; the kernel lets go of it when the process ends, however it ends.
 
         Raises:
@@ -90,7 +90,8 @@ class RunDirectory:
             handle = (self.path / ".lock").open("a+")
         except OSError as error:
             raise ArtifactError(
-                f"the run directory {self.path} cannot be written: {error.strerror}", "name another with --run DIR"
+                f"the run directory {self.path} cannot be written: {error.strerror}",
+                "name another with --run DIR",
             ) from error
         with handle:
             try:

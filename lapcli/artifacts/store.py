@@ -1,3 +1,5 @@
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# (safetensors ships no types)
 """One artifact: a safetensors file whose header holds one JSON document.
 
 The document says what the file is (`kind`, `schema`), what made it (`lapcli`, `settings`, `seed`), from what
@@ -9,16 +11,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 import lapcli
 from lapcli.artifacts.atomic import atomic_file
 from lapcli.artifacts.digest import digest_document
+from lapcli.artifacts.header import read_header
 from lapcli.errors import ArtifactError
+
+if TYPE_CHECKING:
+    import torch
+
+# torch and safetensors are imported where tensors are touched, so that a header can be looked at without them.
 
 SCHEMA = 1
 """The schema version that this lapcli writes, and the newest that it reads."""
@@ -66,8 +70,7 @@ class Lineage:
             found.append(f"kind: {self.kind} wanted, {other.kind} found")
         if self.model.get("digest") != other.model.get("digest"):
             mine, theirs = (
-                f"{lineage.model.get('name')} ({str(lineage.model.get('digest'))[:12]})"
-                for lineage in (self, other)
+                f"{lineage.model.get('name')} ({str(lineage.model.get('digest'))[:12]})" for lineage in (self, other)
             )
             found.append(f"model: {mine} wanted, {theirs} found")
         for name, mine_all, theirs_all in (
@@ -100,7 +103,7 @@ class Artifact:
     lineage: Lineage
     names: tuple[str, ...]
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> "torch.Tensor":
         """Read one tensor (CPU).
 
         Raises:
@@ -108,16 +111,20 @@ class Artifact:
         """
         if name not in self.names:
             raise ArtifactError(f"{self.path} holds no tensor {name!r}; it holds {', '.join(self.names[:6])} …")
+        from safetensors import safe_open
+
         with safe_open(self.path, framework="pt") as handle:
             return handle.get_tensor(name)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> "dict[str, torch.Tensor]":
         """Read all tensors (CPU)."""
+        from safetensors import safe_open
+
         with safe_open(self.path, framework="pt") as handle:
             return {name: handle.get_tensor(name) for name in self.names}
 
 
-def _document(lineage: Lineage, content: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _document(lineage: Lineage, content: "Mapping[str, torch.Tensor]") -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "lapcli": lapcli.__version__,
@@ -128,8 +135,10 @@ def _document(lineage: Lineage, content: Mapping[str, torch.Tensor]) -> dict[str
     }
 
 
-def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+def content_digest(tensors: "Mapping[str, torch.Tensor]") -> str:
     """The sha256 of tensors: names, dtypes, shapes and bytes, in the order of the names."""
+    import torch
+
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous().cpu()
@@ -139,7 +148,7 @@ def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write_artifact(path: Path, lineage: Lineage, tensors: Mapping[str, torch.Tensor]) -> Artifact:
+def write_artifact(path: Path, lineage: Lineage, tensors: "Mapping[str, torch.Tensor]") -> Artifact:
     """Write an artifact under a temporary name, sync it, and give it its final name.
 
     Tensors are stored contiguous, on their own storage: a view would drag its whole base along.
@@ -147,6 +156,9 @@ def write_artifact(path: Path, lineage: Lineage, tensors: Mapping[str, torch.Ten
     Raises:
         ArtifactError: it cannot be written; nothing is left behind then.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     metadata = {_KEY: json.dumps(_document(lineage, stored), ensure_ascii=False, allow_nan=False)}
     with atomic_file(path) as temporary:
@@ -186,27 +198,23 @@ def read_artifact(path: Path, kind: str | None = None) -> Artifact:
     """
     if not path.is_file():
         raise ArtifactError(f"there is no {kind or 'artifact'} at {path}")
-    try:
-        with safe_open(path, framework="pt") as handle:
-            metadata: dict[str, str] = handle.metadata() or {}
-            names = tuple(sorted(handle.keys()))
-    except (SafetensorError, OSError) as error:
-        raise ArtifactError(
-            f"{path} is truncated or no safetensors file ({error})", "delete it and run the command that makes it again"
-        ) from error
+    header = read_header(path)
+    document = _parse(header.metadata, path)
+    return Artifact(path, _lineage(document, path, kind), tuple(sorted(header.tensors)))
+
+
+def _parse(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     if _KEY not in metadata:
         raise ArtifactError(f"{path} is a safetensors file, but no lapcli artifact (its header has no '{_KEY}' entry)")
     try:
-        document = json.loads(metadata[_KEY])
+        return json.loads(metadata[_KEY])
     except json.JSONDecodeError as error:
         raise ArtifactError(f"{path} has a header that is no JSON: {error}") from error
-    return Artifact(path, _lineage(document, path, kind), names)
 
 
 def artifact_digest(artifact: Artifact) -> str:
     """The digest of an artifact's identity and content, which its children record as their parent."""
-    with safe_open(artifact.path, framework="pt") as handle:
-        document = json.loads((handle.metadata() or {})[_KEY])
+    document = _parse(read_header(artifact.path).metadata, artifact.path)
     return digest_document({"identity": document["identity"], "content": document["content"]})
 
 

@@ -1,0 +1,70 @@
+"""The only place that imports triton: which version there is, and whether its kernels can run here."""
+
+import importlib.metadata
+import importlib.util
+import os
+from functools import cache
+
+import torch
+
+
+@cache
+def triton_version() -> tuple[int, ...] | None:
+    """The version of the triton that is installed, or `None`; asks the metadata, so it imports nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        text = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        # Builds of torch for some platforms ship triton under another distribution name.
+        import triton
+
+        text = triton.__version__
+    return parse_version(text)
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: `3.7.1+git5` is `(3, 7, 1)`.
+
+    Raises:
+        ValueError: the text does not start with a number.
+    """
+    numbers: list[int] = []
+    for part in text.split("+", 1)[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    if not numbers:
+        raise ValueError(f"'{text}' is not a version")
+    return tuple(numbers)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in triton's interpreter; the variable counts from before triton's import on."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def kernels_can_run(device: torch.device | None = None) -> bool:
+    """Whether a triton kernel can be launched.
+
+    Args:
+        device: where its tensors lie; `None` asks for any device of this machine.
+    """
+    if triton_version() is None:
+        return False
+    if is_interpreted():
+        return True
+    return torch.cuda.is_available() and (device is None or device.type == "cuda")
+
+
+@cache
+def is_hopper(index: int = 0) -> bool:
+    """Whether CUDA device `index` is an NVIDIA Hopper (compute capability 9)."""
+    return (
+        torch.cuda.is_available()
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(index)[0] == 9
+    )

@@ -1,0 +1,191 @@
+"""The operator's public function, and the choice of what computes it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lapkernels.delta_rule import fla_backend
+from lapkernels.delta_rule.chunked import delta_rule_chunked
+from lapkernels.delta_rule.reference import compute_dtype, delta_rule_reference
+from lapkernels.delta_rule.validation import check_arguments
+from lapkernels.errors import InvalidInput, KernelUnavailable
+
+IMPLEMENTATIONS = ("auto", "reference", "chunked", "fla")
+
+NORM_EPS = 1e-6
+"""Added to the squared length before the root, as in fla."""
+
+
+class DeltaRuleOutput(NamedTuple):
+    """What the operator returns.
+
+    Attributes:
+        output: `[B, T, HV, V]`, in v's dtype.
+        final_state: `[B or sequences, HV, K, V]` in fp32 (fp64 for fp64 inputs), or `None` when not asked for.
+    """
+
+    output: Tensor
+    final_state: Tensor | None
+
+
+class Choice(NamedTuple):
+    """Which implementation runs, and why, in one line."""
+
+    name: str
+    reason: str
+
+
+def l2_normalise(x: Tensor) -> Tensor:
+    """`x / sqrt(sum x^2 + 1e-6)` over the last axis, computed in fp32 (fp64 for fp64), in x's dtype.
+
+    A row of zeros stays zero and has a finite gradient.
+    """
+    wide = x.to(compute_dtype(x))
+    return (wide * (wide.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).to(x.dtype)
+
+
+def select_impl(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    key_width: int,
+    time: int,
+    gated: bool,
+    erasing: bool = False,
+    needs_gradient: bool = False,
+) -> Choice:
+    """Say what `impl="auto"` runs for such a call: the fastest one that is right here.
+
+    Args:
+        device: where the tensors lie.
+        dtype: of q, k and v.
+        key_width: K.
+        time: T.
+        gated: whether there is a log decay `g`.
+        erasing: whether there is an erase direction of its own.
+        needs_gradient: whether a backward pass will follow.
+    """
+    device = torch.device(device)
+    if time == 1 and not (device.type == "cuda" and not erasing and dtype in (torch.bfloat16, torch.float16)):
+        return Choice("reference", "one step needs no chunks")
+    why = why_not(
+        "fla", device, dtype, key_width=key_width, gated=gated, erasing=erasing, needs_gradient=needs_gradient
+    ) or fla_backend.why_imprecise(dtype)
+    if why is None:
+        return Choice("fla", "fla's kernels are right here and the fastest")
+    return Choice("chunked", f"matrix products over chunks in PyTorch: {why}")
+
+
+def why_not(
+    impl: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    key_width: int,
+    gated: bool,
+    erasing: bool = False,
+    needs_gradient: bool = False,
+) -> str | None:
+    """Say why an implementation asked for by name cannot run such a call, or is known to be wrong; else `None`.
+
+    Arguments as for `select_impl`.
+
+    Raises:
+        InvalidInput: `impl` is no implementation of the delta rule.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise InvalidInput(f"impl is '{impl}'; the delta rule has {', '.join(IMPLEMENTATIONS)}")
+    if impl != "fla":
+        return None
+    device = torch.device(device)
+    return fla_backend.why_unavailable(
+        device, dtype, key_width, gated=gated, erasing=erasing
+    ) or fla_backend.why_wrong(device, gated=gated or erasing, needs_gradient=needs_gradient)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
+    *,
+    erase: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    qk_l2norm: bool = False,
+    chunk_size: int = 64,
+    impl: str = "auto",
+) -> DeltaRuleOutput:
+    """Write to and read from a matrix state by the (gated) delta rule.
+
+    Each step and value head: `S *= exp(g)`; `u = beta (v - S^T x)`; `S += k u^T`; `o = S^T (scale q)`, where the
+    erase direction `x` is `k` unless given. The order matters: decay, error, write, read. The gate is a *log* decay,
+    never positive; `beta` is used as given. The state and all sums are fp32 (fp64 for fp64 inputs) whatever the
+    dtype of the inputs, autocast or not; fla's kernels multiply in the dtype of the inputs and add in fp32.
+
+    Args:
+        q: `[B, T, H, K]`, read directions.
+        k: `[B, T, H, K]`, write directions.
+        v: `[B, T, HV, V]`; HV is a multiple of H, and value head j reads key head `j // (HV // H)`.
+        beta: `[B, T, HV]`, write strength.
+        g: `[B, T, HV]`, log decay; `None` for none.
+        erase: `[B, T, H or HV, K]`, erase directions; `None` for `k`.
+        scale: factor on q; `None` for `K ** -0.5`.
+        initial_state: `[B or sequences, HV, K, V]`; `None` for zeros.
+        output_final_state: whether to return the state after the last step.
+        cu_seqlens: `[sequences + 1]`, int32 or int64 boundaries of sequences packed in one row (then B is 1), on
+            any device: host values are read, so boundaries on a GPU make the call wait for it. Each sequence has
+            one token at least, its own initial state and its own final state.
+        qk_l2norm: normalise q and k as `l2_normalise` does first; not together with `erase`.
+        chunk_size: C of the chunked form; sets its speed, not its result. fla takes 64 whatever is asked for.
+        impl: `auto` (see `select_impl`), `reference`, `chunked` or `fla`.
+
+    Returns:
+        A `DeltaRuleOutput`.
+
+    Raises:
+        InvalidInput: a shape, dtype, device or setting that breaks the contract.
+        KernelUnavailable: an `impl` asked for by name that cannot run here or is known to be wrong here.
+
+    Source: DeltaNet arXiv 2406.06484, Gated DeltaNet arXiv 2412.06464 (eq. 10), erase direction arXiv 2606.08804.
+    """
+    sizes = check_arguments(q, k, v, beta, g, erase, initial_state, cu_seqlens, qk_l2norm, chunk_size)
+    tensors = (q, k, v, beta, g, erase, initial_state)
+    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if impl == "auto":
+        impl = select_impl(
+            q.device, q.dtype, key_width=sizes.key_width, time=sizes.time, gated=g is not None,
+            erasing=erase is not None, needs_gradient=needs_gradient,
+        ).name  # fmt: skip
+    else:
+        why = why_not(
+            impl, q.device, q.dtype, key_width=sizes.key_width, gated=g is not None,
+            erasing=erase is not None, needs_gradient=needs_gradient,
+        )  # fmt: skip
+        if why is not None:
+            raise KernelUnavailable(f"impl='{impl}' for the delta rule: {why}")
+
+    scale = sizes.key_width**-0.5 if scale is None else scale
+    if impl == "fla":
+        output, state = fla_backend.delta_rule_fla(
+            q, k, v, beta, g, erase, scale, initial_state, output_final_state, cu_seqlens,
+            qk_l2norm=qk_l2norm, needs_gradient=needs_gradient,
+        )  # fmt: skip
+        return DeltaRuleOutput(output.to(v.dtype), state if output_final_state else None)
+
+    if qk_l2norm:
+        # Widened first: rounding the unit vectors would cost more precision than all that follows.
+        q, k = (l2_normalise(x.to(compute_dtype(x))) for x in (q, k))
+    if impl == "chunked":
+        output, state = delta_rule_chunked(
+            q, k, v, beta, g, erase, scale, initial_state, cu_seqlens, chunk_size
+        )
+    else:
+        output, state = delta_rule_reference(
+            q, k, v, beta, g, k if erase is None else erase, scale, initial_state, cu_seqlens
+        )
+    return DeltaRuleOutput(output.to(v.dtype), state if output_final_state else None)

@@ -1,0 +1,158 @@
+"""The operator through fla's kernels: imported lazily, asked first whether it is right for the call at hand.
+
+Source: flash-linear-attention 0.6, `fla.ops.gated_delta_rule`, `fla.ops.delta_rule`, `fla.ops.comba`.
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapkernels._triton import is_hopper, kernels_can_run, triton_version
+
+WIDEST_KEY = 256
+"""fla keeps a whole key head in one block, of at most this width."""
+SHORT = 64
+"""Up to so many steps without a gradient fla's one-kernel recurrence is faster than its chunks."""
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def why_unavailable(
+    device: torch.device, dtype: torch.dtype, key_width: int, *, gated: bool, erasing: bool
+) -> str | None:
+    """Why fla cannot run this call at all, or `None`."""
+    if importlib.util.find_spec("fla") is None:
+        return "flash-linear-attention is not installed (pip install 'lapcli[gpu]')"
+    if device.type != "cuda":
+        return f"fla needs a GPU and the tensors are on {device}"
+    if not kernels_can_run(device):
+        return "triton kernels cannot run here"
+    if dtype == torch.float64 or (dtype == torch.float32 and not (gated or erasing)):
+        return f"fla has no kernel of this operator for {dtype}"
+    if key_width > WIDEST_KEY:
+        return f"fla takes keys up to {WIDEST_KEY} wide, not {key_width}"
+    return None
+
+
+def why_wrong(device: torch.device, *, gated: bool, needs_gradient: bool) -> str | None:
+    """Why fla would run this call and be wrong, as far as is known, or `None`.
+
+    Source: fla issue 640; `fla/ops/common/chunk_o.py` raises for the same versions, but only in the backward pass.
+    """
+    version = triton_version()
+    if version is None or not (gated and needs_gradient and is_hopper(device.index or 0)):
+        return None
+    if (3, 4) <= version < (3, 7, 1) and not _tilelang_takes_over():
+        shown = ".".join(map(str, version))
+        return f"fla's gated backward pass is wrong on Hopper with triton {shown} (3.7.1 or tilelang mends it)"
+    return None
+
+
+def why_imprecise(dtype: torch.dtype) -> str | None:
+    """Why fla is right but less precise than the dtype promises, or `None`."""
+    return None if dtype in _HALF else f"fla multiplies {dtype} in TF32"
+
+
+def delta_rule_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    erase: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    *,
+    qk_l2norm: bool,
+    needs_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the operator by fla. Arguments as `delta_rule` has checked and completed them.
+
+    fla's default state layout `[sequences, HV, K, V]` is ours; it is asked for by name where there is a choice.
+
+    Returns:
+        The output `[B, T, HV, V]` in q's dtype, and the final state `[sequences, HV, K, V]` in fp32 or `None`.
+    """
+    packing: dict[str, Any] = {}
+    if cu_seqlens is not None:
+        packing["cu_seqlens"] = cu_seqlens.to(q.device)
+    if initial_state is not None:
+        initial_state = initial_state.float().contiguous()
+    common: dict[str, Any] = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        **packing,
+    }
+    short = q.shape[1] <= SHORT and not needs_gradient
+    repeats = v.shape[2] // q.shape[2]
+
+    if erase is not None:
+        return _comba(q, k, v, beta, g, erase, repeats, common)
+    if g is not None:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+        gated = fused_recurrent_gated_delta_rule if short else chunk_gated_delta_rule
+        return gated(
+            q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), g=g.float().contiguous(), beta=beta.contiguous(),
+            use_qk_l2norm_in_kernel=qk_l2norm, state_v_first=False, **common,
+        )  # fmt: skip
+    from fla.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+
+    # Without a gate fla knows one key head for each value head only.
+    plain = fused_recurrent_delta_rule if short else chunk_delta_rule
+    return plain(
+        q=_repeat(q, repeats), k=_repeat(k, repeats), v=v.contiguous(), beta=beta.to(q.dtype).contiguous(),
+        use_qk_l2norm_in_kernel=qk_l2norm, **common,
+    )  # fmt: skip
+
+
+def _comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    erase: Tensor,
+    repeats: int,
+    common: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    from fla.ops.comba import chunk_comba
+
+    value_heads = v.shape[2]
+    decay = torch.zeros_like(beta, dtype=torch.float32) if g is None else g.float()
+    direction = erase.repeat_interleave(value_heads // erase.shape[2], dim=2)
+    # comba takes its error from the state before the decay; the delta rule takes it after.
+    direction = (direction.float() * decay.exp().unsqueeze(-1)).to(q.dtype)
+    return chunk_comba(
+        q=_repeat(q, repeats),
+        k=_repeat(k, repeats),
+        v=v.contiguous(),
+        p=direction.contiguous(),
+        g=decay.contiguous(),
+        beta=beta.contiguous(),
+        use_qk_l2norm_in_kernel=False,
+        **common,
+    )
+
+
+def _repeat(x: Tensor, repeats: int) -> Tensor:
+    return (x if repeats == 1 else x.repeat_interleave(repeats, dim=2)).contiguous()
+
+
+def _tilelang_takes_over() -> bool:
+    """Whether fla replaces the kernel that is wrong by one in tilelang, by fla's own rules."""
+    if importlib.util.find_spec("tilelang") is None or os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+        return False
+    if os.environ.get("FLA_TILELANG", "1") == "0":
+        return False
+    try:
+        from fla.utils import has_usable_nvcc
+    except ImportError:
+        # Earlier releases of fla asked for the package alone.
+        return True
+    return has_usable_nvcc()

@@ -1,0 +1,86 @@
+"""`lapcli calibrate`: measure what the selectors need."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lapcli.cli import options
+from lapcli.pipeline import stage
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("calibrate", help=stage("calibrate").summary)(run)
+
+
+def run(
+    model: options.Model = None,
+    data: options.Data = None,
+    samples: options.Samples = None,
+    seq_len: options.SeqLen = None,
+    grad: Annotated[
+        bool, typer.Option("--grad", help="Also measure what the grad selector needs (backward passes).")
+    ] = False,
+    rows: Annotated[
+        int | None, typer.Option(help="Draw so many keys and queries (the paper: about 2500) instead of using all.")
+    ] = None,
+    normalized: Annotated[bool, typer.Option("--normalized", help="L2-normalise keys and queries first.")] = False,
+    output: Annotated[Path | None, typer.Option(help="File to write. Default: RUN/calibration.safetensors.")] = None,
+    seed: options.Seed = 0,
+    run_path: options.Run = options.DEFAULT_RUN,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernel: options.Kernel = "auto",
+    require_fast: options.RequireFast = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write a calibration; `--grad` extends one that is there by saliency."""
+    from lapcli.cli import context, display
+
+    directory = context.run_directory(run_path)
+    source = context.base_model(model, directory)
+    settings = context.calibration_settings(
+        source, data=data, samples=samples, seq_len=seq_len, seed=seed, rows=rows, normalized=normalized
+    )
+    target = output or directory.calibration
+
+    from lapcli.machine import Machine
+    from lapcli.stages.calibration import calibrate, check_calibration
+
+    reporter = display.DisplayReporter(quiet or as_json)
+    layers = check_calibration(source, settings, reporter)
+    if dry_run:
+        doubles = sum(2 * layer.heads * layer.key_width**2 for layer in layers)
+        facts = {
+            "model": source.name,
+            "tokens": settings.samples * settings.seq_len,
+            "text": settings.data,
+            "passes": "forward and backward" if grad else "forward",
+            "writes": str(target),
+            "bytes": doubles * 8,
+        }
+        if as_json:
+            display.emit({"dry_run": True, **facts})
+        else:
+            display.table("would do (nothing was done)", ["", ""], [[key, str(value)] for key, value in facts.items()])
+        return
+    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
+    machine.torch_device()
+    with directory.lock():
+        artifact, worked = calibrate(
+            source, settings, target, machine=machine, saliency=grad, overwrite=overwrite, reporter=reporter
+        )
+        directory.note(source.describe(), "calibrate", {"settings": settings.document(), "output": str(target)})
+    if as_json:
+        record = artifact.lineage.record
+        display.emit(
+            {"calibration": str(target), "worked": worked, "tokens": record["tokens"], "corpus": record["corpus"]}
+        )
+        return
+    done = "calibrated" if worked else "nothing to do, it is there already"
+    display.closing(f"{done}: {target}\nnext: lapcli select --method drrqr --ratio 0.5", quiet=quiet)

@@ -1,0 +1,63 @@
+"""What every command begins with: the model it means, and the settings that its options spell."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lapcli.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from lapcli.artifacts import RunDirectory
+    from lapcli.families.source import ModelSource
+    from lapcli.recipe import CalibrationSettings
+
+
+def run_directory(path: Path) -> "RunDirectory":
+    """The run directory of a command."""
+    from lapcli.artifacts import RunDirectory
+
+    return RunDirectory(path)
+
+
+def base_model(model: str | None, run: "RunDirectory") -> "ModelSource":
+    """The model that was named; otherwise the run's, otherwise the shipped one.
+
+    Raises:
+        ArtifactError: the run's model has changed since.
+        ModelError: there is no such model.
+    """
+    from lapcli.families.source import DEFAULT_MODEL, resolve_model
+
+    record = run.read_record() if model is None else None
+    if record is None:
+        return resolve_model(model or DEFAULT_MODEL)
+    noted = record["model"]
+    source = resolve_model(noted["name"], noted.get("revision"))
+    if source.digest != noted["digest"]:
+        raise ArtifactError(
+            f"{noted['name']} has changed since {run.path} was made ({noted['digest'][:12]} then, {source.digest[:12]} now)",
+            "name the model and pass another --run DIR",
+        )
+    return source
+
+
+def calibration_settings(
+    source: "ModelSource",
+    *,
+    data: str | None,
+    samples: int | None,
+    seq_len: int | None,
+    seed: int,
+    rows: int | None = None,
+    normalized: bool = False,
+) -> "CalibrationSettings":
+    """Calibration settings from options, with the model's defaults.
+
+    Raises:
+        RecipeError: a value does not fit.
+    """
+    from lapcli.recipe import CalibrationSettings, default_calibration, validate
+
+    given: dict[str, Any] = {"data": data, "samples": samples, "seq_len": seq_len}
+    values = default_calibration(source.is_demo) | {key: value for key, value in given.items() if value is not None}
+    values |= {"seed": seed, "rows": rows, "normalized": normalized}
+    return validate(CalibrationSettings, values, "the command line")

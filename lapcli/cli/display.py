@@ -1,0 +1,141 @@
+"""All that a person sees: the only module that imports rich, and only when something is to be shown."""
+
+import json
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lapcli.errors import LapcliError
+from lapcli.reporting import Task
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console() -> "Console":
+    """The console on stderr; plain where stderr is no terminal."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+class _BarTask:
+    def __init__(self, progress: Any, task: Any):
+        self.progress = progress
+        self.task = task
+
+    def advance(self, amount: float = 1) -> None:
+        self.progress.advance(self.task, amount)
+
+
+class _LogTask:
+    def advance(self, amount: float = 1) -> None:
+        pass
+
+
+class DisplayReporter:
+    """Progress bars with rate and time left on a terminal; a line at the start and at the end elsewhere.
+
+    Args:
+        quiet: say nothing but warnings.
+    """
+
+    def __init__(self, quiet: bool = False):
+        self.quiet = quiet
+        self.console = console()
+
+    @contextmanager
+    def task(self, description: str, total: float | None = None, unit: str = "") -> Generator[Task]:
+        """Show one piece of work."""
+        if self.quiet:
+            yield _LogTask()
+        elif not self.console.is_terminal:
+            import time
+
+            start = time.monotonic()
+            yield _LogTask()
+            amount = "" if total is None else f", {_quantity(total, unit)}"
+            self.console.print(f"{description}: {time.monotonic() - start:.1f} s{amount}")
+        else:
+            from rich.progress import (
+                BarColumn,
+                Progress,
+                ProgressColumn,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+            from rich.text import Text
+
+            class Rate(ProgressColumn):
+                """Units a second."""
+
+                def render(self, task: Any) -> Text:
+                    return Text(f"{_quantity(task.finished_speed or task.speed or 0, unit)}/s")
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                Rate(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
+            with Progress(*columns, console=self.console) as progress:
+                yield _BarTask(progress, progress.add_task(description, total=total))
+
+    def notice(self, text: str) -> None:
+        """Print a notice, dim."""
+        if not self.quiet:
+            self.console.print(text, style="dim", markup=False)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, quiet or not."""
+        self.console.print(f"warning: {text}", style="yellow", markup=False)
+
+
+def _quantity(value: float, unit: str) -> str:
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.1f} {prefix}{unit}"
+    return f"{value:.0f} {unit}".rstrip()
+
+
+def size(count: float) -> str:
+    """Bytes for a person, in binary units."""
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on stderr; the first column is left-aligned, the others right."""
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    console().print(drawn)
+
+
+def closing(text: str, *, quiet: bool = False) -> None:
+    """Print the last line: where the result is and what to run next."""
+    if not quiet:
+        console().print(text, markup=False)
+
+
+def emit(document: Any) -> None:
+    """Write the machine-readable result on stdout."""
+    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def failure(error: LapcliError) -> None:
+    """Print an error and its remedy."""
+    out = console()
+    out.print(f"error: {error.message}", style="bold red", markup=False)
+    if error.hint:
+        out.print(error.hint, markup=False)

@@ -1,0 +1,151 @@
+"""`lapcli inspect`: what a model, an artifact or a run directory is, from its headers alone."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lapcli.cli import options
+from lapcli.errors import ArtifactError, FamilyError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("inspect", help="Say what a model, an artifact or a run directory is: widths, state bytes, lineage.")(
+        run
+    )
+
+
+def run(
+    path: Annotated[
+        str, typer.Argument(help="A model (directory, hub id, demo:NAME), an artifact, or a run directory.")
+    ],
+    as_json: options.Json = False,
+) -> None:
+    """Look at headers and configs only; no weights are read and torch is not imported."""
+    from lapcli.cli import display
+
+    document = describe(path)
+    if as_json:
+        display.emit(document)
+        return
+    display.table(document["title"], ["", ""], [[key, _cell(value)] for key, value in document["facts"].items()])
+    rows = document.get("layers") or []
+    if rows:
+        columns = list(rows[0])
+        shown = [[_layer_cell(column, row[column]) for column in columns] for row in rows]
+        display.table("stateful layers", columns, shown)
+
+
+def describe(path: str) -> dict[str, Any]:
+    """What lies at a path, JSON-able: `title`, `facts`, and for models and selections one row a layer.
+
+    Raises:
+        ArtifactError: there is nothing that lapcli knows.
+        ModelError: it looks like a model and is none.
+    """
+    place = Path(path)
+    if place.is_file():
+        return _describe_artifact(place)
+    if place.is_dir() and not (place / "config.json").is_file() and not (place / "adapter_config.json").is_file():
+        return _describe_run(place)
+    return _describe_model(path)
+
+
+def _cell(value: Any) -> str:
+    return ", ".join(f"{key} {_cell(item)}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _layer_cell(column: str, value: Any) -> str:
+    from lapcli.cli.display import size
+
+    if column.endswith("bytes"):
+        return size(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _describe_model(name: str) -> dict[str, Any]:
+    from lapcli.families.registry import family_for
+    from lapcli.families.source import resolve_model
+    from lapcli.stages.lineage import sliced_lineage
+
+    source = resolve_model(name)
+    entries = [entry for _header, entry in source.tensors.values()]
+    facts: dict[str, Any] = {
+        "directory": str(source.path),
+        "model_type": source.config.get("model_type"),
+        "parameters": sum(_count(entry.shape) for entry in entries),
+        "weight bytes": sum(entry.nbytes for entry in entries),
+        "dtypes": sorted({entry.dtype for entry in entries}),
+        "digest": source.digest,
+    }
+    lineage = sliced_lineage(source.path)
+    if lineage is not None:
+        facts["made from"] = f"{lineage.model.get('name')} ({str(lineage.model.get('digest'))[:12]})"
+        facts["made by"] = ", ".join(f"{key} {value}" for key, value in lineage.settings.items())
+    try:
+        layers = family_for(source.config).layers(source.config)
+    except FamilyError as error:
+        facts["state"] = error.message
+        layers = ()
+    if layers:
+        facts["state bytes of a sequence (fp32)"] = sum(layer.state_bytes() for layer in layers)
+    return {
+        "title": name,
+        "kind": "model",
+        "facts": facts,
+        "layers": [
+            {
+                "layer": layer.index,
+                "key heads": layer.heads,
+                "value heads": layer.value_heads,
+                "K": layer.key_width,
+                "V": layer.value_width,
+                "state bytes": layer.state_bytes(),
+            }
+            for layer in layers
+        ],
+    }
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total
+
+
+def _describe_artifact(path: Path) -> dict[str, Any]:
+    from lapcli.artifacts import read_artifact
+
+    artifact = read_artifact(path)
+    lineage = artifact.lineage
+    facts: dict[str, Any] = {
+        "kind": lineage.kind,
+        "base model": f"{lineage.model.get('name')} ({str(lineage.model.get('digest'))[:12]})",
+        "family": lineage.family,
+        "settings": lineage.settings,
+        "parents": {kind: digest[:12] for kind, digest in lineage.parents.items()},
+        "tensors": len(artifact.names),
+    }
+    layers = lineage.record.get("layers", [])
+    facts |= {key: value for key, value in lineage.record.items() if key != "layers"}
+    return {"title": str(path), "kind": lineage.kind, "facts": facts, "layers": layers}
+
+
+def _describe_run(path: Path) -> dict[str, Any]:
+    from lapcli.artifacts import RunDirectory
+
+    run_directory = RunDirectory(path)
+    record = run_directory.read_record()
+    if record is None:
+        raise ArtifactError(
+            f"{path} is neither a model (no config.json) nor a run directory (no run.json)",
+            "name a model, an artifact or a run directory",
+        )
+    facts: dict[str, Any] = {"base model": record["model"].get("name")}
+    for name in ("calibration", "selection", "sliced", "recovered", "evaluation"):
+        place: Path = getattr(run_directory, name)
+        facts[name] = str(place) if place.exists() else "not there"
+    facts["commands"] = len(record["commands"])
+    return {"title": str(path), "kind": "run", "facts": facts}

@@ -1,0 +1,83 @@
+"""Options that several commands share, written once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_METHOD = "What the numbers depend on"
+_MACHINE = "This machine"
+_OUTPUT = "Output"
+
+Model = Annotated[
+    str | None, typer.Argument(help="A directory, a hub id, or demo:NAME. Default: the run's, else demo:gdn.")
+]
+Run = Annotated[Path, typer.Option("--run", help="Run directory: inputs are found there, results left there.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.", rich_help_panel=_MACHINE)]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto (fp32 on a CPU, the checkpoint's on a GPU), float32, bfloat16, …", rich_help_panel=_MACHINE
+    ),
+]
+Kernel = Annotated[
+    str, typer.Option(help="Delta-rule kernel: auto, reference, chunked, fla.", rich_help_panel=_MACHINE)
+]
+RequireFast = Annotated[
+    bool, typer.Option("--require-fast", help="Fail when no fast kernel can run.", rich_help_panel=_MACHINE)
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that a model brings along.", rich_help_panel=_MACHINE)
+]
+Seed = Annotated[int, typer.Option(help="Seed of every random choice.", rich_help_panel=_METHOD)]
+Json = Annotated[bool, typer.Option("--json", help="Result as JSON on stdout, alone.", rich_help_panel=_OUTPUT)]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what would be read, written and refused; do nothing.", rich_help_panel=_OUTPUT),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no notices.", rich_help_panel=_OUTPUT)]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace results of other settings.", rich_help_panel=_OUTPUT)
+]
+
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Text: builtin, recall, a text/JSONL/parquet file or folder, a hub set (fineweb, wikitext, pg19, pile), "
+        "or a mixture a:0.9,b:0.1. Default: builtin for demo models, fineweb otherwise.",
+        rich_help_panel=_METHOD,
+    ),
+]
+Samples = Annotated[
+    int | None,
+    typer.Option(help="Token sequences. Default: 64 for demo models, 128 otherwise.", rich_help_panel=_METHOD),
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(help="Tokens a sequence. Default: 1024 for demo models, 2048 otherwise.", rich_help_panel=_METHOD),
+]
+Method = Annotated[str, typer.Option(help="Selector: drrqr, grad, s-wanda, l1, rand.", rich_help_panel=_METHOD)]
+Ratio = Annotated[
+    str | None,
+    typer.Option(
+        help="Fraction of the key width to remove, in (0, 1). Default: 0.5, unless --keep.", rich_help_panel=_METHOD
+    ),
+]
+Keep = Annotated[int | None, typer.Option(help="Key width to keep, instead of --ratio.", rich_help_panel=_METHOD)]
+ScoreFrom = Annotated[
+    str,
+    typer.Option(help="Decide from: both, key, query. The kept set always holds for both.", rich_help_panel=_METHOD),
+]
+Align = Annotated[
+    int | None,
+    typer.Option(
+        help="Kept width is a multiple of this. Default: 16 for K >= 64, 8 for K >= 32, else 1.",
+        rich_help_panel=_METHOD,
+    ),
+]
+Tolerance = Annotated[
+    float, typer.Option("--f", help="drrqr: no swap may gain more volume than this factor.", rich_help_panel=_METHOD)
+]
+
+DEFAULT_RUN = Path("lapcli-run")
+DEFAULT_RATIO = "0.5"

@@ -1,0 +1,101 @@
+"""`lapcli prune`: calibrate, select and slice in one go."""
+
+from pathlib import Path
+
+import typer
+
+from lapcli.cli import options
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("prune", help="Calibrate, select and slice: from a model to a smaller one, in a run directory.")(run)
+
+
+def run(
+    model: options.Model = None,
+    method: options.Method = "drrqr",
+    ratio: options.Ratio = None,
+    keep: options.Keep = None,
+    score_from: options.ScoreFrom = "both",
+    align: options.Align = None,
+    f: options.Tolerance = 1.5,
+    data: options.Data = None,
+    samples: options.Samples = None,
+    seq_len: options.SeqLen = None,
+    seed: options.Seed = 0,
+    run_path: options.Run = options.DEFAULT_RUN,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernel: options.Kernel = "auto",
+    require_fast: options.RequireFast = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Prune a model into `RUN/sliced`."""
+    from lapcli.cli import context, display
+    from lapcli.recipe import SelectionSettings, validate
+
+    directory = context.run_directory(run_path)
+    source = context.base_model(model, directory)
+    calibration = context.calibration_settings(source, data=data, samples=samples, seq_len=seq_len, seed=seed)
+    if ratio is None and keep is None:
+        ratio = options.DEFAULT_RATIO
+    chosen = {"method": method, "ratio": ratio, "keep": keep, "score_from": score_from, "align": align, "f": f}
+    selection = validate(SelectionSettings, {**chosen, "seed": seed}, "the command line")
+
+    from lapcli.machine import Machine
+    from lapcli.stages.pruning import plan_document, plan_pruning, prune
+
+    reporter = display.DisplayReporter(quiet or as_json)
+    plan = plan_pruning(source, calibration, selection, directory)
+    facts = [
+        ["model", f"{source.name} ({source.digest[:12]})"],
+        ["stateful layers", str(len(plan.layers))],
+        ["key width", str(plan.width)],
+        [
+            "state of a sequence, fp32",
+            f"{display.size(plan.state_bytes_before)} -> {display.size(plan.state_bytes_after)}",
+        ],
+        ["calibration", _calibration_cost(plan.calibration_ready, plan.tokens, calibration.data, plan.needs_saliency)],
+        ["writes", f"{directory.calibration}, {directory.selection.name}, {directory.sliced.name}/"],
+    ]
+    if dry_run:
+        if as_json:
+            display.emit({"dry_run": True, **plan_document(plan)})
+        else:
+            display.table("would do (nothing was done)", ["", ""], facts)
+        return
+    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
+    machine.torch_device()
+    with directory.lock():
+        result = prune(
+            source, calibration, selection, directory, machine=machine, overwrite=overwrite, reporter=reporter
+        )
+    if as_json:
+        display.emit(result.document(directory))
+        return
+    if not quiet:
+        before, after = result.plan.bytes_before, result.plan.bytes_after
+        rows = [
+            ["key width a head", str(plan.width.original), str(plan.width.width)],
+            ["state of a sequence, fp32", display.size(plan.state_bytes_before), display.size(plan.state_bytes_after)],
+            ["weights", display.size(before), display.size(after)],
+        ]
+        display.table(f"{source.name}, {method}", ["", "base", "sliced"], rows)
+    done = "pruned" if any(result.worked.values()) else "nothing to do, all of it is there already"
+    display.closing(f"{done}: {directory.sliced}\nnext: lapcli eval builtin niah{_run_option(run_path)}", quiet=quiet)
+
+
+def _calibration_cost(ready: bool, tokens: int, data: str, saliency: bool) -> str:
+    if ready:
+        return "there already"
+    passes = "forward and backward" if saliency else "forward"
+    return f"{tokens} tokens of {data}, {passes}"
+
+
+def _run_option(path: Path) -> str:
+    return "" if path == options.DEFAULT_RUN else f" --run {path}"

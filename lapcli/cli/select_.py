@@ -1,0 +1,71 @@
+"""`lapcli select`: choose the channels that each head keeps."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lapcli.cli import options
+from lapcli.pipeline import stage
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("select", help=stage("select").summary)(run)
+
+
+def run(
+    calibration: Annotated[Path | None, typer.Argument(help="A calibration. Default: the run's.")] = None,
+    method: options.Method = "drrqr",
+    ratio: options.Ratio = None,
+    keep: options.Keep = None,
+    score_from: options.ScoreFrom = "both",
+    align: options.Align = None,
+    f: options.Tolerance = 1.5,
+    output: Annotated[Path | None, typer.Option(help="File to write. Default: RUN/selection.safetensors.")] = None,
+    seed: options.Seed = 0,
+    run_path: options.Run = options.DEFAULT_RUN,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write a selection."""
+    from lapcli.artifacts import read_artifact
+    from lapcli.cli import context, display
+    from lapcli.errors import ArtifactError
+    from lapcli.recipe import SelectionSettings, validate
+
+    directory = context.run_directory(run_path)
+    place = calibration or directory.calibration
+    if not place.is_file():
+        raise ArtifactError(f"there is no calibration at {place}", "make one with `lapcli calibrate`")
+    artifact = read_artifact(place, "calibration")
+    if ratio is None and keep is None:
+        ratio = options.DEFAULT_RATIO
+    chosen = {"method": method, "ratio": ratio, "keep": keep, "score_from": score_from, "align": align, "f": f}
+    settings = validate(SelectionSettings, {**chosen, "seed": seed}, "the command line")
+    target = output or directory.selection
+
+    from lapcli.stages.selection import plan_selection, select
+
+    width = plan_selection(artifact, settings)
+    if dry_run:
+        facts = {"calibration": str(place), "method": method, "key width": str(width), "writes": str(target)}
+        if as_json:
+            display.emit({"dry_run": True, **facts})
+        else:
+            display.table("would do (nothing was done)", ["", ""], [[key, value] for key, value in facts.items()])
+        return
+    reporter = display.DisplayReporter(quiet or as_json)
+    with directory.lock():
+        selected, worked = select(artifact, settings, target, overwrite=overwrite, reporter=reporter)
+        directory.note(artifact.lineage.model, "select", {"settings": settings.document(), "output": str(target)})
+    if as_json:
+        record = selected.lineage.record
+        display.emit(
+            {"selection": str(target), "worked": worked, "kept_width": width.width, "layers": record["layers"]}
+        )
+        return
+    done = "selected" if worked else "nothing to do, it is there already"
+    display.closing(f"{done}: {target} ({width})\nnext: lapcli slice", quiet=quiet)

@@ -1,0 +1,107 @@
+"""lm-eval's view of a model in memory. Imports lm-eval; only `harness` imports this."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from lapcli.evaluation.scoring import LoadedModel, Request, score
+from lapcli.evaluation.settings import Bos
+from lapcli.reporting import Reporter
+
+Audible = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class InMemoryModel(HFLM):
+    """lm-eval's Hugging Face model, with requests scored by `lapcli.evaluation.scoring`.
+
+    Tokenisation, truncation and windows are lm-eval's. Scoring is ours: progress goes to a `Reporter`, and a window of
+    a large vocabulary needs no second copy of its logits.
+    """
+
+    def attach(
+        self, loaded: LoadedModel, task: str, batch_size: int | None, reporter: Reporter, audible: Audible
+    ) -> None:
+        """Say what to score with and where progress goes."""
+        self._loaded = loaded
+        self._task = task
+        self._rows = batch_size
+        self._reporter = reporter
+        self._audible = audible
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """As lm-eval's, without its progress bar."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        """Log-likelihood of whole texts in lm-eval's windows, each with one token of context or more."""
+        windows = [
+            [
+                (None, *make_disjoint_window(window))
+                for window in get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for request in requests
+        ]
+        answers = iter(self._loglikelihood_tokens([window for text in windows for window in text]))
+        return [sum(next(answers)[0] for _ in text) for text in windows]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        """As lm-eval's, without its progress bar."""
+        return super().generate_until(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        wanted = [
+            # Too long a context loses its beginning, as in lm-eval.
+            Request([*context, *continuation][-(self.max_length + 1) :], len(continuation))
+            for _, context, continuation in requests
+        ]
+        with self._audible():
+            answers = score(
+                self._loaded,
+                wanted,
+                batch_size=self._rows,
+                reporter=self._reporter,
+                description=f"{self._task} on {self._loaded.name}",
+            )
+        return [(answer.log_probability, answer.greedy) for answer in answers]
+
+
+def make_model(
+    loaded: LoadedModel,
+    task: str,
+    *,
+    max_length: int,
+    bos: Bos,
+    batch_size: int | None,
+    reporter: Reporter,
+    audible: Audible,
+) -> InMemoryModel:
+    """Wrap a model for lm-eval.
+
+    Args:
+        loaded: the model; its tokenizer is copied, because lm-eval gives it a padding token.
+        task: for the description of the progress.
+        max_length: most tokens of a request.
+        bos: `auto` leaves BOS to the tokenizer.
+        batch_size: rows per pass, `None` for automatic.
+        reporter: progress goes here.
+        audible: opens the terminal for the progress.
+    """
+    model = InMemoryModel(
+        pretrained=loaded.model,
+        tokenizer=copy.deepcopy(loaded.tokenizer),
+        backend="causal",
+        max_length=max_length,
+        batch_size=batch_size or 8,
+        add_bos_token={"auto": None, "always": True, "never": False}[bos],
+    )
+    model.attach(loaded, task, batch_size, reporter, audible)
+    return model

@@ -1,0 +1,172 @@
+"""Local copies of task data under `--task-data DIR`, so that tasks run without a network.
+
+For `wikitext` the first of these that exists is read (each also with `.xz`, `.gz` or `.bz2` after it), relative to DIR:
+
+- `wikitext-2/wiki.test.raw`, `wikitext-2-raw/wiki.test.raw`, `wiki.test.raw`: the raw release; pages are cut at their
+  headings as in the hub's `EleutherAI/wikitext_document_level`;
+- `wikitext.jsonl`, `eval/wikitext.jsonl`: one page a line in the field `page`.
+
+For `lambada`: `eval/lambada_test.jsonl`, `lambada_test.jsonl`, one passage a line in the field `text`.
+
+For every lm-eval task, these two as well: `DIR/OWNER/NAME` or `DIR/NAME`, a copy of the hub's data set repository of
+that name (what `hf download OWNER/NAME --repo-type dataset --local-dir ...` makes).
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lapcli.data.documents import Document
+from lapcli.errors import DataError
+
+_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+_HEADING = re.compile(r"= (?!= ).* =")
+
+
+@dataclass(frozen=True)
+class LocalTask:
+    """How a task's data may lie on disk.
+
+    Attributes:
+        paths: relative to the data folder, in order of preference, without a compression suffix.
+        read: a file to the documents that lm-eval's definition expects.
+        split: the split that the documents are.
+    """
+
+    paths: tuple[str, ...]
+    read: Callable[[Path], list[dict[str, Any]]]
+    split: str = "test"
+
+
+def find_local(name: str, folder: Path) -> tuple[Path, LocalTask] | None:
+    """The local file of an lm-eval task, if there is one.
+
+    Args:
+        name: lm-eval's name of the task.
+        folder: the data folder.
+    """
+    task = LOCAL_TASKS.get(name)
+    for relative in task.paths if task else ():
+        for suffix in ("", *_OPENERS):
+            path = folder / f"{relative}{suffix}"
+            if task is not None and path.is_file():
+                return path, task
+    return None
+
+
+def find_hub_copy(data_set: str, folder: Path) -> Path | None:
+    """The local copy of a hub data set, if there is one."""
+    candidates = (folder / data_set, folder / data_set.rpartition("/")[2])
+    return next((path for path in candidates if data_set and path.is_dir() and any(path.iterdir())), None)
+
+
+def describe_layouts(name: str, data_set: str | None) -> str:
+    """Where `--task-data` looks for a task's data, in one line."""
+    task = LOCAL_TASKS.get(name)
+    places = [*(task.paths if task else ()), *([data_set] if data_set else ())]
+    return ", ".join(f"DIR/{place}" for place in places)
+
+
+def read_documents(path: Path) -> list[Document]:
+    """The texts of a `.txt` file (one document) or a `.jsonl` file (one a line, field `text`), maybe compressed.
+
+    Raises:
+        DataError: the file is not UTF-8 text, a line is no JSON or lacks the field, or there is no text.
+    """
+    if _plain_suffix(path) == ".jsonl":
+        found = [Document(f"{path.name}:{row}", record["text"]) for row, record in _records(path, "text")]
+    else:
+        found = [Document(path.name, _read(path))]
+    found = [document for document in found if document.text.strip()]
+    if not found:
+        raise DataError(f"{path} holds no text")
+    return found
+
+
+def wikitext_pages(text: str) -> list[str]:
+    """The pages of a raw WikiText file, each from its heading (` = Title = `) to the line before the next.
+
+    What precedes the first heading is a page too, unless it is blank. Lower headings begin with `= = `. These are the
+    pages of the hub's `EleutherAI/wikitext_document_level`, line breaks and blanks included.
+    """
+    pages: list[list[str]] = [[]]
+    for line in text.split("\n"):
+        if _HEADING.fullmatch(line.strip()):
+            pages.append([])
+        pages[-1].append(line)
+    return [page for page in ("\n".join(lines) for lines in pages) if page.strip()]
+
+
+def _wikitext(path: Path) -> list[dict[str, Any]]:
+    if _plain_suffix(path) == ".jsonl":
+        return [{"page": record["page"]} for _, record in _records(path, "page")]
+    pages = [{"page": page} for page in wikitext_pages(_read(path))]
+    if not pages:
+        raise DataError(f"{path} holds no page")
+    return pages
+
+
+def _lambada(path: Path) -> list[dict[str, Any]]:
+    passages = [{"text": record["text"]} for _, record in _records(path, "text")]
+    bare = next((row for row, passage in enumerate(passages, 1) if " " not in passage["text"].strip()), None)
+    if bare is not None:
+        raise DataError(f"{path}, line {bare}: a passage of one word has no last word to guess")
+    return passages
+
+
+LOCAL_TASKS: dict[str, LocalTask] = {
+    "wikitext": LocalTask(
+        paths=(
+            "wikitext-2/wiki.test.raw",
+            "wikitext-2-raw/wiki.test.raw",
+            "wiki.test.raw",
+            "wikitext.jsonl",
+            "eval/wikitext.jsonl",
+        ),
+        read=_wikitext,
+    ),
+    "lambada_openai": LocalTask(paths=("eval/lambada_test.jsonl", "lambada_test.jsonl"), read=_lambada),
+}
+
+
+def _plain_suffix(path: Path) -> str:
+    return (Path(path.stem) if path.suffix in _OPENERS else path).suffix
+
+
+def _open(path: Path) -> Any:
+    return _OPENERS.get(path.suffix, open)(path, "rb")
+
+
+def _read(path: Path) -> str:
+    try:
+        with _open(path) as handle:
+            return handle.read().decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _records(path: Path, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a file's lines with their line numbers, each with a text in that field."""
+    found = False
+    for row, line in enumerate(_read(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {row}: no JSON ({error.msg})") from error
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise DataError(f"{path}, line {row}: no text in the field {field!r} (there is: {keys})")
+        found = True
+        yield row, record
+    if not found:
+        raise DataError(f"{path} holds no line")

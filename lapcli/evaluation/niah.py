@@ -1,0 +1,234 @@
+"""Needle in a haystack: one 7-digit number hidden in running text, and asked for at the end.
+
+The prompts have RULER's published wording (S-NIAH with a number; Hsieh et al. 2024, arXiv 2404.06654), and are made
+here from a seed. A prompt with its answer never exceeds its length, depths are spread evenly from the first sentence to
+the last, and the needle is looked for in the *decoded* prompt, so that a tokenizer cannot lose it unseen.
+
+Scored is whether greedy decoding gives exactly the answer's tokens. Greedy decoding does so if and only if each answer
+token is the most probable one after the prompt and the answer tokens before it, which one forward pass over prompt and
+answer shows for all of them at once.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lapcli.data.builtin import documents_digest
+from lapcli.data.documents import Document
+from lapcli.data.recall import RULER_NEEDLE, Needle, random_key, random_number, ruler_single, split_sentences
+from lapcli.errors import DataError, ModelError, UsageError
+from lapcli.evaluation.estimates import accuracy
+from lapcli.evaluation.results import Score
+from lapcli.evaluation.scoring import LoadedModel, Request, score
+from lapcli.evaluation.settings import EvaluationSettings
+from lapcli.evaluation.tokenization import encode, prompt_start, token_name, tokenizer_digest
+from lapcli.reporting import Reporter
+
+DIGITS = 7
+FORM = "RULER S-NIAH, number"
+# Room left unused below a length: finding a sentence that fills less is not worth the search.
+_SLACK = 8
+_MISFITS = 40
+_MIN_SENTENCES = 20
+
+
+class Haystack:
+    """Running text in sentences, with their lengths in tokens.
+
+    Args:
+        documents: the text.
+        tokenizer: counts the tokens.
+
+    Raises:
+        DataError: too few sentences.
+    """
+
+    def __init__(self, documents: Sequence[Document], tokenizer: Any):
+        self.sentences = [sentence for document in documents for sentence in split_sentences(document.text)]
+        if len(self.sentences) < _MIN_SENTENCES:
+            raise DataError(
+                f"the haystack holds {len(self.sentences)} sentences; a needle needs at least {_MIN_SENTENCES}",
+                "give a file with more running text",
+            )
+        self.digest = documents_digest(list(documents))
+        self._text = "\n".join(self.sentences)
+        encoded = tokenizer([f" {sentence}" for sentence in self.sentences], add_special_tokens=False)
+        self._lengths = [len(ids) for ids in encoded["input_ids"]]
+
+    def number(self, rng: random.Random) -> str:
+        """A number of seven digits that the text does not hold."""
+        while True:
+            value = random_number(rng, DIGITS)
+            if value not in self._text:
+                return value
+
+    def stretch(self, rng: random.Random, tokens: int) -> list[str]:
+        """Sentences in order from a random place, together of about that many tokens and not clearly more.
+
+        A sentence that does not fit is passed over, and the end of the text is followed by its start.
+        """
+        taken: list[str] = []
+        position = rng.randrange(len(self.sentences))
+        misfits = 0
+        while tokens > _SLACK and misfits < _MISFITS:
+            index = position % len(self.sentences)
+            position += 1
+            if self._lengths[index] <= tokens:
+                taken.append(self.sentences[index])
+                tokens -= self._lengths[index]
+            else:
+                misfits += 1
+        return taken
+
+
+class Prompt(NamedTuple):
+    """One question.
+
+    Attributes:
+        tokens: the prompt.
+        answer: the tokens that are right, the blank before the number among them.
+        needle: what is hidden.
+        depth: where it was put, 0 before the first sentence, 1 after the last.
+    """
+
+    tokens: list[int]
+    answer: list[int]
+    needle: Needle
+    depth: float
+
+
+def make_prompts(
+    haystack: Haystack, tokenizer: Any, *, length: int, samples: int, seed: int, start: int | None
+) -> list[Prompt]:
+    """The prompts of one length.
+
+    Args:
+        haystack: the running text.
+        tokenizer: the model's.
+        length: most tokens of a prompt with its answer.
+        samples: how many; sample i has depth `i / (samples - 1)`.
+        seed: with the length and the sample's number the only source of chance.
+        start: a token that each prompt begins with, or `None`.
+
+    Raises:
+        UsageError: the length has no room for the question.
+        ModelError: the tokenizer loses the needle.
+    """
+    prompts: list[Prompt] = []
+    for sample in range(samples):
+        depth = sample / (samples - 1) if samples > 1 else 0.5
+        # Seeded by text, which Python hashes the same way in every version.
+        rng = random.Random(f"niah {seed} {length} {sample}")
+        needle = Needle(random_key(rng), haystack.number(rng), "number")
+        prompts.append(_fill(haystack, tokenizer, needle, depth, length, rng, start))
+    return prompts
+
+
+def measure_niah(
+    documents: Sequence[Document],
+    loaded: LoadedModel,
+    settings: EvaluationSettings,
+    *,
+    batch_size: int | None,
+    reporter: Reporter,
+) -> list[Score]:
+    """The share of needles recalled exactly, for each length.
+
+    Args:
+        documents: the running text.
+        loaded: the model.
+        settings: `niah_lengths`, `niah_samples` (`limit` overrides it), `bos` and `seed` are read.
+        batch_size: rows per pass, `None` for automatic.
+        reporter: progress goes here.
+    """
+    tokenizer = loaded.tokenizer
+    haystack = Haystack(documents, tokenizer)
+    start = prompt_start(tokenizer, settings.bos)
+    samples = settings.limit or settings.niah_samples
+    scores: list[Score] = []
+    for length in dict.fromkeys(settings.niah_lengths):
+        prompts = make_prompts(
+            haystack, tokenizer, length=length, samples=samples, seed=settings.seed, start=start
+        )
+        answers = score(
+            loaded,
+            [Request(prompt.tokens + prompt.answer, len(prompt.answer)) for prompt in prompts],
+            batch_size=batch_size,
+            reporter=reporter,
+            description=f"niah {length} on {loaded.name}",
+        )
+        scores.append(
+            Score(
+                task="niah",
+                metric="exact_match",
+                higher_is_better=True,
+                estimate=accuracy([answer.greedy for answer in answers]),
+                settings={
+                    "form": FORM,
+                    "samples": samples,
+                    "bos": settings.bos,
+                    "start_token": token_name(tokenizer, start),
+                    "seed": settings.seed,
+                    "data": haystack.digest,
+                    "tokenizer": tokenizer_digest(tokenizer),
+                },
+                length=length,
+                counts={"tokens": sum(len(prompt.tokens) + len(prompt.answer) for prompt in prompts)},
+            )
+        )
+    return scores
+
+
+def _fill(
+    haystack: Haystack,
+    tokenizer: Any,
+    needle: Needle,
+    depth: float,
+    length: int,
+    rng: random.Random,
+    start: int | None,
+) -> Prompt:
+    bare = _prompt([], needle, depth, tokenizer, start)
+    spent = len(bare.tokens) + len(bare.answer)
+    if spent > length:
+        raise UsageError(
+            f"a NIAH prompt takes {spent} tokens without any haystack, more than the length {length}",
+            "give longer lengths",
+        )
+    sentences = haystack.stretch(rng, length - spent)
+    while True:
+        prompt = _prompt(sentences, needle, depth, tokenizer, start)
+        # Tokens may join or part where sentences meet, so the sum of their lengths is only nearly the whole's.
+        if len(prompt.tokens) + len(prompt.answer) <= length:
+            break
+        sentences = sentences[:-1]
+    _assert_present(prompt, tokenizer)
+    return prompt
+
+
+def _prompt(sentences: list[str], needle: Needle, depth: float, tokenizer: Any, start: int | None) -> Prompt:
+    document = ruler_single(sentences, needle, depth)
+    begin, end = document.answers[0]
+    question = document.text[:begin].removesuffix(" ")
+    tokens = encode(tokenizer, question)
+    whole = encode(tokenizer, document.text[:end])
+    # A tokenizer may join the blank to the digit after it, but must not reach back into the question.
+    answer = whole[len(tokens) :] if whole[: len(tokens)] == tokens else encode(tokenizer, f" {needle.value}")
+    return Prompt(([] if start is None else [start]) + tokens, answer, needle, depth)
+
+
+def _assert_present(prompt: Prompt, tokenizer: Any) -> None:
+    needle = prompt.needle
+    statement = RULER_NEEDLE.format(kind=f"{needle.kind}s", key=needle.key, value=needle.value)
+    seen = _squeeze(tokenizer.decode(prompt.tokens, clean_up_tokenization_spaces=False))
+    answer = _squeeze(tokenizer.decode(prompt.answer, clean_up_tokenization_spaces=False))
+    if _squeeze(statement) not in seen or answer != needle.value:
+        raise ModelError(
+            f"the tokenizer does not give back the needle {statement!r} (answer {answer!r})",
+            "NIAH needs a tokenizer that keeps words and digits",
+        )
+
+
+def _squeeze(text: str) -> str:
+    # Some tokenizers put blanks around punctuation, or lower-case.
+    return "".join(text.split()).casefold()

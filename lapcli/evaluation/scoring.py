@@ -1,0 +1,224 @@
+"""Log-probabilities of given tokens under a model: the one place where an evaluation runs a model forward.
+
+Rows of a batch are padded on the right. A causal model cannot look ahead, so that padding changes no position before
+it, and padded positions are never read: every batch size gives the same numbers up to rounding.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from lapcli.errors import ModelError
+from lapcli.reporting import Reporter
+
+# Logits of one pass, in elements: 256 MB in fp32.
+_MAX_LOGITS = 1 << 26
+_MAX_ROWS = 64
+
+
+class Request(NamedTuple):
+    """Tokens, the last `scored` of which are to be scored, each from all before it.
+
+    Attributes:
+        tokens: at least `scored + 1`.
+        scored: at least 1.
+    """
+
+    tokens: Sequence[int]
+    scored: int
+
+
+class Scored(NamedTuple):
+    """The answer to a `Request`.
+
+    Attributes:
+        log_probability: natural, summed over the scored tokens in fp64.
+        greedy: whether each scored token is the most probable one, so that greedy decoding from the tokens before
+            them would have given exactly these.
+    """
+
+    log_probability: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model and its tokenizer in memory.
+
+    Attributes:
+        model: a causal language model in eval mode, on its device.
+        tokenizer: fits the model.
+        name: for messages.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+
+
+def score(
+    loaded: LoadedModel,
+    requests: Sequence[Request],
+    *,
+    batch_size: int | None,
+    reporter: Reporter,
+    description: str,
+) -> list[Scored]:
+    """Score requests, in any order of lengths.
+
+    Args:
+        loaded: the model.
+        requests: what to score.
+        batch_size: rows per pass; `None`: as many as keep the logits near 256 MB. Halved where memory runs out.
+        reporter: progress goes here, in tokens.
+        description: of the progress.
+
+    Returns:
+        One answer a request, in the order of the requests.
+
+    Raises:
+        ModelError: the logits are not numbers, or memory runs out on a single row.
+    """
+    answers: list[Scored | None] = [None] * len(requests)
+    order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
+    runner = _Runner(loaded, batch_size, reporter)
+    total = sum(len(request.tokens) - 1 for request in requests)
+    with reporter.task(description, total=total, unit="tokens") as progress, torch.inference_mode():
+        position = 0
+        while position < len(order):
+            batch = order[position : position + runner.rows(len(requests[order[position]].tokens) - 1)]
+            found = runner.run([requests[index] for index in batch])
+            for index, answer in zip(batch, found, strict=False):
+                answers[index] = answer
+                position += 1
+                progress.advance(len(requests[index].tokens) - 1)
+    return [answer for answer in answers if answer is not None]
+
+
+def greedy_continuations(
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], *, new_tokens: int, batch_size: int | None
+) -> list[list[int]]:
+    """Continue prompts greedily, with the model's cache, batched with left padding.
+
+    Args:
+        loaded: the model.
+        prompts: token ids, at least one each, of any lengths.
+        new_tokens: how many tokens to add to each; end-of-text tokens do not stop it.
+        batch_size: rows per pass; `None`: 16.
+
+    Returns:
+        The added tokens of each prompt, in the order of the prompts.
+    """
+    from transformers import GenerationConfig
+
+    model = loaded.model
+    pad = _pad_token(loaded)
+    config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=pad, use_cache=True)
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    answers: list[list[int]] = [[] for _ in prompts]
+    for batch in _slices(order, batch_size or 16):
+        width = len(prompts[batch[0]])
+        ids = torch.full((len(batch), width), pad, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, index in enumerate(batch):
+            ids[row, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+            mask[row, width - len(prompts[index]) :] = 1
+        device = model.device
+        # The model's own generation defaults (sampling, penalties, stop tokens) must not leak in.
+        with torch.inference_mode(), _generation_defaults(model, config):
+            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
+        for row, index in enumerate(batch):
+            answers[index] = out[row, width:].tolist()
+    return answers
+
+
+class _Runner:
+    """Runs one batch, and remembers how many rows fit."""
+
+    def __init__(self, loaded: LoadedModel, batch_size: int | None, reporter: Reporter):
+        self._loaded = loaded
+        self._asked = batch_size
+        self._fits: int | None = None
+        self._reporter = reporter
+        parameters = inspect.signature(loaded.model.forward).parameters
+        self._keeps = "logits_to_keep" in parameters
+        self._vocabulary = _vocabulary(loaded.model.config)
+
+    def rows(self, length: int) -> int:
+        wanted = self._asked or min(_MAX_ROWS, max(1, _MAX_LOGITS // (length * self._vocabulary)))
+        return wanted if self._fits is None else min(wanted, self._fits)
+
+    def run(self, batch: list[Request]) -> list[Scored]:
+        """Score the first requests of the batch: all of it, or as many as memory takes."""
+        while True:
+            try:
+                return self._forward(batch)
+            except torch.OutOfMemoryError as error:
+                if len(batch) == 1:
+                    raise ModelError(
+                        f"memory ran out on {self._loaded.name} with one row of {len(batch[0].tokens)} tokens",
+                        "give a shorter --max-length, or a larger device",
+                    ) from error
+                batch = batch[: len(batch) // 2]
+                self._fits = len(batch)
+            torch.cuda.empty_cache()
+            self._reporter.warn(f"memory ran out; going on with batches of {self._fits}")
+
+    def _forward(self, batch: list[Request]) -> list[Scored]:
+        model = self._loaded.model
+        width = max(len(request.tokens) for request in batch) - 1
+        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        for row, request in enumerate(batch):
+            ids[row, : len(request.tokens) - 1] = torch.tensor(request.tokens[:-1])
+        # Position p predicts token p + 1; nothing before the first scored position of any row is needed.
+        first = min(len(request.tokens) - 1 - request.scored for request in batch)
+        keep = {"logits_to_keep": width - first} if self._keeps and first > 0 else {}
+        logits = model(input_ids=ids.to(model.device), use_cache=False, **keep).logits
+        offset = width - logits.shape[1]
+        return [self._row(logits[row], offset, request) for row, request in enumerate(batch)]
+
+    def _row(self, logits: torch.Tensor, offset: int, request: Request) -> Scored:
+        end = len(request.tokens) - 1 - offset
+        scored = logits[end - request.scored : end].float()  # [scored, vocabulary]
+        targets = torch.tensor(request.tokens[-request.scored :], device=scored.device)
+        chosen = scored.gather(1, targets[:, None]).squeeze(1)
+        total = float((chosen.double() - scored.logsumexp(1).double()).sum())
+        if not math.isfinite(total):
+            raise ModelError(
+                f"{self._loaded.name} gives logits that are not numbers",
+                "inspect its weights; in fp16, try --dtype bfloat16 or float32",
+            )
+        return Scored(total, bool((scored.argmax(1) == targets).all()))
+
+
+@contextmanager
+def _generation_defaults(model: Any, config: Any) -> Iterator[None]:
+    """Puts a generation config in place of the model's own for a while."""
+    saved = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
+def _pad_token(loaded: LoadedModel) -> int:
+    for token in (loaded.tokenizer.pad_token_id, loaded.tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    return 0  # masked, so that any token does
+
+
+def _vocabulary(config: Any) -> int:
+    text = getattr(config, "text_config", None) or config
+    return int(text.vocab_size)
+
+
+def _slices(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

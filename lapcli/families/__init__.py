@@ -1,0 +1,1 @@
+"""Model families: adapters that declare where the key axis lives, and the loading of models."""

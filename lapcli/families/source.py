@@ -1,0 +1,185 @@
+"""A model by name: a local directory, a hub id, or `demo:NAME`, resolved to files without loading any weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lapcli.artifacts import SafetensorsHeader, TensorEntry, digest_weights, read_header
+from lapcli.errors import LapcliError, ModelError
+
+DEMO_PREFIX = "demo:"
+DEFAULT_MODEL = "demo:gdn"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A checkpoint on disk.
+
+    Attributes:
+        name: what the user typed.
+        path: the directory.
+        revision: the hub's commit, where it came from the hub.
+        config: the parsed `config.json`.
+    """
+
+    name: str
+    path: Path
+    revision: str | None
+    config: dict[str, Any]
+
+    @cached_property
+    def index(self) -> dict[str, Any] | None:
+        """The parsed weight index of a sharded checkpoint; `None` for a single file."""
+        path = self.path / _INDEX
+        return _read_json(path) if path.is_file() else None
+
+    @property
+    def shards(self) -> tuple[Path, ...]:
+        """The weight files.
+
+        Raises:
+            ModelError: there are none, or one that the index names is missing.
+        """
+        if self.index is not None:
+            names = sorted(set(self.index["weight_map"].values()))
+            missing = [name for name in names if not (self.path / name).is_file()]
+            if missing:
+                raise ModelError(
+                    f"{self.path} lacks {missing[0]}, which its weight index names", "download the model again"
+                )
+            return tuple(self.path / name for name in names)
+        if (self.path / _SINGLE).is_file():
+            return (self.path / _SINGLE,)
+        pickled = sorted(file.name for file in self.path.glob("*.bin"))
+        if pickled:
+            raise ModelError(
+                f"{self.path} holds only pickled weights ({pickled[0]}); lapcli reads safetensors only",
+                "convert them: load the model with transformers and call save_pretrained(DIR)",
+            )
+        raise ModelError(f"{self.path} holds no model.safetensors and no {_INDEX}")
+
+    @cached_property
+    def headers(self) -> tuple[SafetensorsHeader, ...]:
+        """The headers of the weight files."""
+        return tuple(read_header(shard) for shard in self.shards)
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[SafetensorsHeader, TensorEntry]]:
+        """Every tensor by name, with the file that holds it."""
+        return {name: (header, entry) for header in self.headers for name, entry in header.tensors.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """Names config, index and weights (see `lapcli.artifacts.digest_weights`)."""
+        return digest_weights(self.shards, {"config": self.config, "index": self.index})
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether it is a model that ships with lapcli."""
+        return self.name.startswith(DEMO_PREFIX)
+
+    def describe(self) -> dict[str, Any]:
+        """Name, revision and digest, as artifacts record their base model."""
+        return {"name": self.name, "revision": self.revision, "digest": self.digest}
+
+
+def demo_models() -> dict[str, Path]:
+    """The models that ship with lapcli, by `demo:` name."""
+    root = Path(str(resources.files("lapcli"))) / "demo"
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    return {DEMO_PREFIX + folder.name: folder for folder in found if (folder / "config.json").is_file()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is no JSON: {error}") from error
+
+
+def _download(name: str, revision: str | None) -> tuple[Path, str | None]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*"]
+    try:
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ModelError(
+            f"the hub's model {name} is gated", "accept its terms on its page, then log in with `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelError(
+            f"{name!r} is neither a directory here nor a model on the hub",
+            f"shipped models: {', '.join(demo_models()) or 'none'}",
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"{name!r} is no directory here, and the hub could not be asked for it ({type(error).__name__})",
+            "name a local directory, or try again with a network",
+        ) from error
+    return path, path.name
+
+
+def resolve_model(name: str, revision: str | None = None) -> ModelSource:
+    """Find a model's files and read its config; downloads from the hub when the name is neither local nor a demo.
+
+    Args:
+        name: a directory, a hub id, or `demo:NAME`.
+        revision: a commit, branch or tag of the hub.
+
+    Raises:
+        ModelError: there is no such model, it is an adapter or pickled, or it cannot be fetched.
+    """
+    commit: str | None = None
+    if name.startswith(DEMO_PREFIX):
+        demos = demo_models()
+        if name not in demos:
+            raise ModelError(f"no model {name!r} ships with lapcli; there is: {', '.join(demos) or 'none'}")
+        path = demos[name]
+    elif Path(name).is_dir():
+        path = Path(name).resolve()
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
+        raise ModelError(f"{name} is no directory", "name a directory with config.json, a hub id, or demo:NAME")
+    else:
+        path, commit = _download(name, revision)
+    if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{path} is an adapter, not a model",
+                "merge it into its base first: peft's merge_and_unload(), then save_pretrained(DIR)",
+            )
+        raise ModelError(f"{path} has no config.json, so it is no model directory")
+    return ModelSource(name=name, path=path, revision=commit or revision, config=_read_json(path / "config.json"))
+
+
+def refuse_quantised(config: Mapping[str, Any], name: str) -> None:
+    """Refuse checkpoints whose weights carry scales.
+
+    Raises:
+        ModelError: the config names a quantisation.
+    """
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+        raise ModelError(
+            f"{name} is quantised ({method}); its tensors cannot be cut without their scales",
+            "prune the unquantised checkpoint, then quantise the result",
+        )
+
+
+def load_failure(source: ModelSource, error: Exception) -> LapcliError:
+    """Turn a library's failure to load into the error that names the remedy."""
+    text = str(error)
+    if "trust_remote_code" in text:
+        return ModelError(
+            f"{source.name} needs code of its own, which is not run unless you allow it",
+            "read that code, then pass --trust-remote-code",
+        )
+    return ModelError(f"{source.name} could not be loaded: {text.splitlines()[0] if text else type(error).__name__}")

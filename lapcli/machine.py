@@ -1,0 +1,104 @@
+"""Settings of the machine: where and in which precision something runs. Never hashed into a lineage."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lapcli.errors import ModelError, UsageError
+from lapcli.reporting import Reporter
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a stage runs.
+
+    Attributes:
+        device: "auto", "cpu", "cuda", "cuda:1", ….
+        dtype: "auto" or a torch dtype's name.
+        kernel: "auto", "reference", "chunked", "triton" or "fla".
+        require_fast: whether it is an error when no fast kernel runs.
+        trust_remote_code: whether code in a model's directory may run.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    kernel: str = "auto"
+    require_fast: bool = False
+    trust_remote_code: bool = False
+
+    def torch_device(self) -> torch.device:
+        """The device.
+
+        Raises:
+            UsageError: it is none, or CUDA is asked for where there is none.
+        """
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise UsageError(f"--device {self.device!r} is no device", "cpu, cuda, cuda:1, … or auto") from error
+        if device.type == "cuda":
+            count = torch.cuda.device_count()
+            if not torch.cuda.is_available() or (device.index or 0) >= count:
+                built = torch.version.cuda or "no CUDA"
+                raise UsageError(
+                    f"--device {self.device}: there are {count} CUDA devices here (torch {torch.__version__}, {built})",
+                    "pass --device cpu, or install a CUDA build of torch",
+                )
+        return device
+
+    def torch_dtype(self, config: Mapping[str, Any]) -> torch.dtype:
+        """The dtype of the weights: fp32 on a CPU, the checkpoint's on a GPU, unless named.
+
+        Raises:
+            UsageError: the name is no dtype that lapcli runs in.
+        """
+        if self.dtype != "auto":
+            if self.dtype not in _DTYPES:
+                raise UsageError(f"--dtype {self.dtype!r} is none of {', '.join(_DTYPES)}, auto")
+            return _DTYPES[self.dtype]
+        if self.torch_device().type == "cpu":
+            return torch.float32
+        text = config.get("text_config") or {}
+        stored = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"
+        return _DTYPES.get(stored, torch.bfloat16)
+
+    def announce(self, model: Any, reporter: Reporter, *, needs_gradient: bool = False) -> None:
+        """Say in one line which kernel of the delta rule runs, or refuse when a fast one was required and none does.
+
+        Args:
+            model: one of lapcli's own models.
+            reporter: where the line goes.
+            needs_gradient: whether a backward pass will follow.
+
+        Raises:
+            ModelError: `require_fast` is set and the PyTorch path runs.
+        """
+        from lapkernels.delta_rule import select_impl
+
+        from lapcli.families.registry import family_for
+
+        parameter = next(iter(model.parameters()))
+        layers = family_for(model.config.to_dict()).layers(model.config.to_dict())
+        if self.kernel == "auto":
+            name, reason = select_impl(
+                parameter.device,
+                parameter.dtype,
+                key_width=layers[0].key_width,
+                time=2,  # of a prefill; a single step has a path of its own
+                gated=model.config.model_type != "delta_net",
+                needs_gradient=needs_gradient,
+            )
+        else:
+            name, reason = self.kernel, "asked for by name"
+        if self.require_fast and name not in ("fla", "triton"):
+            raise ModelError(
+                f"--require-fast: the {name} kernel would run ({reason})",
+                "install 'lapcli[gpu]' on a machine with a CUDA device, or drop --require-fast",
+            )
+        reporter.notice(f"kernel: {name} ({reason}), {str(parameter.dtype).removeprefix('torch.')}")

@@ -1,0 +1,189 @@
+"""The layer part that holds the state, as DeltaNet and Gated DeltaNet share it."""
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from lapkernels.delta_rule import delta_rule
+from torch import Tensor, nn
+
+from lapcli.models.cache import LayerState, RecurrentCache
+from lapcli.models.convolution import ShortConvolution
+from lapcli.models.norms import GatedRMSNorm, RMSNorm
+from lapcli.models.tokens import Packing, Padding
+
+
+class MixerShape(NamedTuple):
+    """The heads of a mixer."""
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def key_channels(self) -> int:
+        """Rows of the query projection, and of the key projection."""
+        return self.key_heads * self.key_width
+
+    @property
+    def value_channels(self) -> int:
+        """Rows of the value projection."""
+        return self.value_heads * self.value_width
+
+
+class Tap(nn.Module):
+    """Hands queries and keys on as they are, so that a forward hook on it can read them or put others in place."""
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, T, H, K]` both, after convolution and activation, before any normalisation; zero at padding."""
+        return q, k
+
+
+class DeltaRuleMixer(nn.Module):
+    """Projections, short convolutions, the delta rule, output norm and output projection, under fla's names.
+
+    A subclass adds the projections of its write strength and gate and says how they are read
+    (`strength_and_decay`), and how q and k are treated after the convolution.
+
+    Args:
+        hidden_size: D.
+        shape: the heads.
+        layer: the number of the layer, under which its state is cached.
+        conv_size: taps of the short convolutions; `None` for none.
+        silu_on_keys: whether SiLU follows q and k (it always follows v).
+        use_gate: whether a gate on the output is learned.
+        gate_activation: `swish`, `silu` or `sigmoid`.
+        norm_eps: of the output norm.
+
+    Attributes:
+        tap: see `Tap`.
+        read_scale: the factor on q; `None` for `K ** -0.5`.
+        kernel: the `impl` that `delta_rule` is called with.
+    """
+
+    gated: bool
+    normalise_in_kernel = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        shape: MixerShape,
+        layer: int,
+        *,
+        conv_size: int | None,
+        silu_on_keys: bool,
+        use_gate: bool,
+        gate_activation: str,
+        norm_eps: float,
+    ):
+        super().__init__()
+        self.shape = shape
+        self.layer_idx = layer
+        self.use_gate = use_gate
+        self.use_short_conv = conv_size is not None
+        self.silu_on_keys = silu_on_keys
+        self.kernel = "auto"
+        self.read_scale: float | None = None
+
+        self.q_proj = nn.Linear(hidden_size, shape.key_channels, bias=False)
+        self.k_proj = nn.Linear(hidden_size, shape.key_channels, bias=False)
+        self.v_proj = nn.Linear(hidden_size, shape.value_channels, bias=False)
+        if conv_size is not None:
+            self.q_conv1d = ShortConvolution(shape.key_channels, conv_size, silu_on_keys)
+            self.k_conv1d = ShortConvolution(shape.key_channels, conv_size, silu_on_keys)
+            self.v_conv1d = ShortConvolution(shape.value_channels, conv_size, True)
+        if use_gate:
+            self.g_proj = nn.Linear(hidden_size, shape.value_channels, bias=False)
+            self.o_norm = GatedRMSNorm(shape.value_width, norm_eps, gate_activation)
+        else:
+            self.o_norm = RMSNorm(shape.value_width, norm_eps)
+        self.o_proj = nn.Linear(shape.value_channels, hidden_size, bias=False)
+        self.tap = Tap()
+
+    def strength_and_decay(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Write strength `[B, T, HV]` and log decay `[B, T, HV]` (or `None`), in fp32 or wider."""
+        raise NotImplementedError
+
+    def activate_keys(self, x: Tensor) -> Tensor:
+        """What follows the convolution of q and k, beside the SiLU inside it: `[B, T, H, K]` to the same."""
+        return x
+
+    def normalise_keys(self, x: Tensor) -> Tensor:
+        """What norm q and k get before the delta rule, where that is not the rule's own L2 norm."""
+        return x
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        padding: Padding | None = None,
+        packing: Packing | None = None,
+        cache: RecurrentCache | None = None,
+        use_cache: bool = False,
+    ) -> Tensor:
+        """Mix along time.
+
+        Args:
+            hidden_states: `[B, T, D]`; `[1, T, D]` with `packing`.
+            padding: positions to pass over.
+            packing: sequences in one row.
+            cache: states to start from; not written unless `use_cache`.
+            use_cache: whether to write the new states to `cache`.
+
+        Returns:
+            `[B, T, D]`. At padding it means nothing.
+        """
+        if padding is not None:
+            hidden_states = padding.keep(hidden_states)
+        held = None if cache is None else cache.get(self.layer_idx)
+
+        q, k, v, convolution = self._project(hidden_states, held, padding, packing)
+        q = self.activate_keys(q.unflatten(-1, (self.shape.key_heads, -1)))
+        k = self.activate_keys(k.unflatten(-1, (self.shape.key_heads, -1)))
+        v = v.unflatten(-1, (self.shape.value_heads, -1))
+        beta, g = self.strength_and_decay(hidden_states)
+        if padding is not None:
+            # A token that writes nothing and lets nothing decay leaves the state as it is, to the bit.
+            q, k, v, beta = (padding.keep(x) for x in (q, k, v, beta))
+            g = None if g is None else padding.keep(g)
+        q, k = self.tap(q, k)
+
+        output, state = delta_rule(
+            self.normalise_keys(q),
+            self.normalise_keys(k),
+            v,
+            beta,
+            g,
+            scale=self.read_scale,
+            initial_state=None if held is None else held.recurrent,
+            output_final_state=use_cache,
+            cu_seqlens=None if packing is None else packing.cu_seqlens,
+            qk_l2norm=self.normalise_in_kernel,
+            impl=self.kernel,
+        )
+        if use_cache and cache is not None and state is not None:
+            cache.put(self.layer_idx, LayerState(state, convolution))
+
+        if self.use_gate:
+            gate = self.g_proj(hidden_states).unflatten(-1, (self.shape.value_heads, -1))
+            output = self.o_norm(output, gate)
+        else:
+            output = self.o_norm(output)
+        return self.o_proj(output.flatten(-2))
+
+    def _project(
+        self,
+        hidden_states: Tensor,
+        held: LayerState | None,
+        padding: Padding | None,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """q, k, v `[B, T, channels]` after convolution and SiLU, and the convolutions' new states."""
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        if not self.use_short_conv:
+            return (F.silu(q), F.silu(k), F.silu(v), ()) if self.silu_on_keys else (q, k, F.silu(v), ())
+        states = (None, None, None) if held is None else held.convolution
+        q, q_state = self.q_conv1d(q, states[0], padding, packing)
+        k, k_state = self.k_conv1d(k, states[1], padding, packing)
+        v, v_state = self.v_conv1d(v, states[2], padding, packing)
+        return q, k, v, (q_state, k_state, v_state)

@@ -1,0 +1,133 @@
+"""The settings that the numbers depend on: one frozen model a stage, defaults in one place, unknown keys refused.
+
+Settings of the machine (device, dtype, threads, verbosity) are in `lapcli.machine`; they are not hashed into an
+artifact's lineage. This module imports neither torch nor transformers, so that a recipe can be checked at once.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lapcli.errors import RecipeError
+
+ScoreFrom = Literal["both", "key", "query"]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Settings(BaseModel):
+    """Settings of one stage: frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def document(self) -> dict[str, Any]:
+        """The settings as they are stored and hashed."""
+        return self.model_dump(mode="json")
+
+
+class CalibrationSettings(Settings):
+    """What is measured, on which text."""
+
+    data: str = Field(description="text source: builtin, recall, a file or folder, a hub set, or a:0.9,b:0.1")
+    samples: int = Field(gt=0, description="token sequences")
+    seq_len: int = Field(gt=1, description="tokens of each sequence")
+    seed: int = Field(default=0, description="of the choice of text, and of the rows")
+    rows: int | None = Field(default=None, gt=0, description="keys and queries drawn (all of them when absent)")
+    normalized: bool = Field(default=False, description="L2-normalise q and k before they are summed")
+
+
+class SelectionSettings(Settings):
+    """Which channels are kept."""
+
+    method: str = Field(default="drrqr", description="a selector; `lapcli list selectors`")
+    ratio: str | None = Field(default=None, description="removed fraction of K, as the decimal that was typed")
+    keep: int | None = Field(default=None, gt=0, description="kept width K', instead of a ratio")
+    score_from: ScoreFrom = Field(default="both", description="keys, queries or both decide")
+    align: int | None = Field(default=None, gt=0, description="K' is a multiple of it; by K when absent")
+    f: float = Field(default=1.5, ge=1.0, description="tolerance of the strong rank-revealing QR")
+    seed: int = Field(default=0, description="of the random selector")
+
+
+class EvaluationRequest(Settings):
+    """What a recipe evaluates at its end."""
+
+    tasks: list[str] = Field(description="task names; `lapcli list tasks`")
+    limit: int | None = Field(default=None, gt=0, description="items of each task")
+
+
+class Recipe(Settings):
+    """A chain: a model, its calibration, the selection, and what is evaluated at the end."""
+
+    model: str = Field(default="demo:gdn", description="a directory, a hub id, or demo:NAME")
+    calibration: CalibrationSettings
+    selection: SelectionSettings
+    evaluation: EvaluationRequest | None = None
+
+
+def default_calibration(is_demo: bool) -> dict[str, Any]:
+    """The default text and its amount: small for a shipped model, the paper's (arXiv 2602.04852, App. A) otherwise."""
+    if is_demo:
+        return {"data": "builtin", "samples": 64, "seq_len": 1024}
+    return {"data": "fineweb", "samples": 128, "seq_len": 2048}
+
+
+def _keys(model: type[BaseModel]) -> dict[str, Any]:
+    return {name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _explain(error: ValidationError, model: type[BaseModel], where: str) -> RecipeError:
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        owner: Any = model
+        for part in first["loc"][:-1]:
+            annotation = _keys(owner).get(str(part))
+            owner = next(
+                (
+                    kind
+                    for kind in (annotation, *getattr(annotation, "__args__", ()))
+                    if isinstance(kind, type) and issubclass(kind, BaseModel)
+                ),
+                owner,
+            )
+        known = list(_keys(owner))
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        meant = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        return RecipeError(f"{where}: there is no setting {path!r}", meant)
+    return RecipeError(f"{where}: {path}: {first['msg']} (found {first.get('input')!r})")
+
+
+def validate(model: type[Model], values: dict[str, Any], where: str) -> Model:
+    """Build settings from plain values.
+
+    Args:
+        model: the settings class.
+        values: as read from YAML or the command line.
+        where: what an error names as the place (a file, "the command line").
+
+    Raises:
+        RecipeError: a key is unknown (the nearest is named) or a value does not fit.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, model, where) from error
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe file.
+
+    Raises:
+        RecipeError: it is missing, no YAML, or not a valid recipe.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise RecipeError(f"there is no recipe {path}", "`lapcli list recipes` shows those that ship") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is no YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} holds no settings")
+    return validate(Recipe, values, str(path))

@@ -1,0 +1,92 @@
+"""The few dense factorisations that strong RRQR needs, with types, on fp64 arrays in Fortran order.
+
+Heads are small and many, so they are worked on side by side with one BLAS thread each (`head_pool`): a BLAS that
+splits a 128 x 128 product over every core of a large machine waits longer than it computes.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import scipy.linalg
+from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
+
+FloatArray: TypeAlias = NDArray[np.float64]
+IndexArray: TypeAlias = NDArray[np.int64]
+
+EPS = float(np.finfo(np.float64).eps)
+
+# SciPy ships no types; these two names are the only untyped values of the package.
+_lapack: Any = scipy.linalg.lapack
+_blas: Any = scipy.linalg.blas
+_linalg: Any = scipy.linalg
+
+
+def pivoted_cholesky(gram: FloatArray, tolerance: float) -> tuple[FloatArray, IndexArray, int]:
+    """Cholesky factor with complete pivoting, stopped where the residual squared falls to `tolerance`.
+
+    Returns:
+        `L` [n, n], of which the columns before the rank are lower triangular and right and the others hold leftovers;
+        the pivot order [n]; the rank. `G[order][:, order][:, :rank] = (L L^T)[:, :rank]`. LAPACK `dpstrf`.
+    """
+    factor, pivots, rank, info = _lapack.dpstrf(gram.T, tol=tolerance, lower=1)
+    order = np.asarray(pivots, dtype=np.int64) - 1
+    return factor, order, gram.shape[0] if info == 0 else int(rank)
+
+
+def pivoted_triangle(matrix: FloatArray) -> tuple[FloatArray, IndexArray]:
+    """Triangle `R` [min(m, n), n] and column order [n] of QR with column pivoting. LAPACK `dgeqp3`."""
+    triangle, order = _linalg.qr(matrix, mode="r", pivoting=True, check_finite=False)
+    rows = min(matrix.shape)
+    return triangle[:rows], np.asarray(order, dtype=np.int64)
+
+
+def triangle_of(matrix: FloatArray) -> FloatArray:
+    """Triangle `R` [min(m, n), n] of QR without pivoting. LAPACK `dgeqrf`."""
+    (triangle,) = _linalg.qr(matrix, mode="r", check_finite=False)
+    return triangle[: min(matrix.shape)]
+
+
+def lower_inverse(factor: FloatArray) -> FloatArray:
+    """Inverse of a lower triangle with a positive diagonal; zero above the diagonal. LAPACK `dtrtri`."""
+    inverse, info = _lapack.dtrtri(np.asfortranarray(np.tril(factor)), lower=1, overwrite_c=1)
+    assert info == 0, "a diagonal element is zero"
+    return inverse
+
+
+def solve_upper(triangle: FloatArray, right: FloatArray) -> FloatArray:
+    """`triangle^-1 right` for an upper triangle. LAPACK `dtrtrs`."""
+    return _linalg.solve_triangular(triangle, right, check_finite=False)
+
+
+def add_outer(target: FloatArray, factor: float, left: FloatArray, right: FloatArray) -> None:
+    """`target += factor left right^T`, in place. `target` must be in Fortran order. BLAS `dger`."""
+    result = _blas.dger(factor, left, right, a=target, overwrite_x=0, overwrite_y=0, overwrite_a=1)
+    assert result is target or np.shares_memory(result, target), "the target was copied"
+
+
+@cache
+def _thread_pools() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+@contextmanager
+def head_pool(heads: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Yield a `map` that works on heads side by side, one BLAS thread each, results in order."""
+    with _thread_pools().limit(limits=1, user_api="blas"):
+        workers = min(heads, usable_cores())
+        if workers <= 1:
+            yield map
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            yield pool.map

@@ -1,0 +1,432 @@
+"""Calibration: a model and text in, the sums that every selector needs out.
+
+Keys and queries are taken after convolution and activation, and summed as Gram matrices in fp64: column pivots,
+triangular factors and residuals of `M = [Kc; Qc]` depend on `M` only through `M^T M`, so nothing has to be
+subsampled and memory is `O(layers x H x K^2)` whatever the number of tokens (arXiv 2602.04852, Sec. 3.4).
+
+A calibration that is stopped leaves its sums beside the output and goes on from there; on a CPU the result is bit
+for bit that of an unbroken run.
+"""
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapcli.artifacts import Artifact, Lineage, read_artifact, write_artifact
+from lapcli.data import TokenBlocks, token_blocks
+from lapcli.errors import ArtifactError, DataError, ModelError
+from lapcli.families.base import Family, Member, StatefulLayer
+from lapcli.families.loading import load_model, load_tokenizer
+from lapcli.families.registry import family_for
+from lapcli.families.source import ModelSource
+from lapcli.machine import Machine
+from lapcli.recipe import CalibrationSettings
+from lapcli.reporting import Reporter, SilentReporter
+from lapcli.selectors import channel_magnitudes, channel_wanda
+from lapcli.stages.lineage import calibration_lineage, refuse_stale
+
+_TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
+
+
+def has_saliency(calibration: Artifact) -> bool:
+    """Whether a calibration holds what the Grad selector needs."""
+    return any(name.endswith(".saliency_key") for name in calibration.names)
+
+
+@dataclass
+class _Sums:
+    """The sums of one layer, on the model's device; an `Observer`."""
+
+    layer: StatefulLayer
+    normalized: bool
+    picks: tuple[Tensor, Tensor] | None
+    """Sorted token positions whose queries and keys count; `None` for all."""
+    seen: int = 0
+    gram_key: Tensor = field(default_factory=lambda: torch.empty(0))
+    gram_query: Tensor = field(default_factory=lambda: torch.empty(0))
+    input_sq: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def mixer_input(self, hidden: Tensor) -> None:
+        """Add the squares of `[B, T, D]`."""
+        squares = hidden.detach().double().square().sum(dim=(0, 1))
+        self.input_sq = squares if self.input_sq.numel() == 0 else self.input_sq.add_(squares)
+
+    def queries_keys(self, q: Tensor, k: Tensor) -> None:
+        """Add the Gram matrices of `[B, T, H, K]`."""
+        tokens = q.shape[0] * q.shape[1]
+        for name, values, index in (("gram_query", q, 0), ("gram_key", k, 1)):
+            rows = values.detach().flatten(0, 1)
+            if self.picks is not None:
+                picked = self.picks[index]
+                inside = picked[(picked >= self.seen) & (picked < self.seen + tokens)] - self.seen
+                rows = rows[inside.to(rows.device)]
+            wide = rows.double()
+            if self.normalized:
+                wide = wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+            heads = wide.transpose(0, 1)
+            gram = heads.mT @ heads
+            old: Tensor = getattr(self, name)
+            setattr(self, name, gram if old.numel() == 0 else old.add_(gram))
+        self.seen += tokens
+
+
+def _picks(settings: CalibrationSettings, layer: StatefulLayer) -> tuple[Tensor, Tensor] | None:
+    """Positions of the rows that count, drawn without replacement for queries and keys apart."""
+    if settings.rows is None:
+        return None
+    total = settings.samples * settings.seq_len
+    if settings.rows > total:
+        raise DataError(
+            f"--rows {settings.rows} is more than the {total} tokens of {settings.samples} x {settings.seq_len}"
+        )
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + layer.index)
+    drawn = [torch.randperm(total, generator=generator)[: settings.rows].sort().values for _ in range(2)]
+    return drawn[0], drawn[1]
+
+
+class _Partial:
+    """The sums of a calibration under way, on disk: written now and then, taken up by the next run.
+
+    They hold for one batch size on one kind of device, since both decide how the sums round.
+    """
+
+    def __init__(self, path: Path, lineage: Lineage, batch: int, device: str, every_seconds: float):
+        self.path = path
+        self.lineage = lineage
+        self.key = {"batch": batch, "device": device}
+        self.every_seconds = every_seconds
+        self.written = time.monotonic()
+
+    def load(self) -> tuple[int, dict[str, Tensor]]:
+        """The number of samples done, and the sums; zero where there is nothing that fits."""
+        if not self.path.is_file():
+            return 0, {}
+        try:
+            artifact = read_artifact(self.path, self.lineage.kind)
+        except ArtifactError:
+            return 0, {}
+        record = artifact.lineage.record
+        if artifact.lineage.identity() != self.lineage.identity() or record.get("key") != self.key:
+            return 0, {}
+        return record["samples_done"], artifact.tensors()
+
+    def save(self, done: int, tensors: dict[str, Tensor]) -> None:
+        """Write the sums if the last time is long enough ago."""
+        if time.monotonic() - self.written < self.every_seconds:
+            return
+        record = {"samples_done": done, "key": self.key}
+        write_artifact(self.path, replace(self.lineage, record=record), tensors)
+        self.written = time.monotonic()
+
+    def remove(self) -> None:
+        """Delete it; the whole result is there."""
+        self.path.unlink(missing_ok=True)
+
+
+def _batches(blocks: TokenBlocks, batch: int, first: int) -> Iterator[tuple[int, Tensor]]:
+    for start in range(first, len(blocks.ids), batch):
+        yield min(start + batch, len(blocks.ids)), blocks.ids[start : start + batch]
+
+
+@contextmanager
+def _observing(family: Family, model: Any, observers: Sequence[_Sums]) -> Generator[None]:
+    handles = [handle for sums in observers for handle in family.attach(model, sums.layer, sums)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_finite(sums: Sequence[_Sums], name: str) -> None:
+    for layer in sums:
+        for what, tensor in (("keys", layer.gram_key), ("queries", layer.gram_query), ("inputs", layer.input_sq)):
+            if not torch.isfinite(tensor).all():
+                raise ModelError(
+                    f"the {what} of layer {layer.layer.index} ({layer.layer.mixer}) of {name} are NaN or infinite",
+                    "try --dtype float32; if they stay so, the checkpoint is damaged",
+                )
+
+
+def _gram_pass(
+    family: Family,
+    model: Any,
+    layers: Sequence[StatefulLayer],
+    blocks: TokenBlocks,
+    settings: CalibrationSettings,
+    batch: int,
+    partial: _Partial,
+    reporter: Reporter,
+    name: str,
+) -> dict[str, Tensor]:
+    """Stream all tokens through the model once and add up what the selectors need."""
+    observers = [_Sums(layer, settings.normalized, _picks(settings, layer)) for layer in layers]
+    device = next(model.parameters()).device
+    done, stored = partial.load()
+    for sums in observers if done else ():
+        prefix = f"layers.{sums.layer.index}"
+        sums.gram_key = stored[f"{prefix}.gram_key"].to(device)
+        sums.gram_query = stored[f"{prefix}.gram_query"].to(device)
+        sums.input_sq = stored[f"{prefix}.input_sq"].to(device)
+        sums.seen = done * settings.seq_len
+    if done:
+        reporter.notice(f"going on after {done} of {settings.samples} samples of an earlier calibration")
+
+    def tensors() -> dict[str, Tensor]:
+        return {
+            f"layers.{sums.layer.index}.{part}": getattr(sums, part)
+            for sums in observers
+            for part in ("gram_key", "gram_query", "input_sq")
+        }
+
+    tokens = settings.samples * settings.seq_len
+    with (
+        torch.inference_mode(),
+        _observing(family, model, observers),
+        reporter.task("calibrating", total=tokens, unit="tokens") as task,
+    ):
+        task.advance(done * settings.seq_len)
+        for now_done, ids in _batches(blocks, batch, done):
+            # The head's logits are not needed: the body alone runs.
+            model.get_decoder()(input_ids=ids.to(device), use_cache=False)
+            task.advance(ids.numel())
+            partial.save(now_done, tensors())
+    _check_finite(observers, name)
+    return {key: tensor.cpu() for key, tensor in tensors().items()}
+
+
+def _projections(layer: StatefulLayer) -> dict[str, Member]:
+    """The key and the query projection of a layer, as "key" and "query"."""
+    return {
+        member.role.split()[0]: member
+        for member in layer.members
+        if member.role in ("key projection", "query projection")
+    }
+
+
+def _head_rows(values: Tensor, member: Member, layer: StatefulLayer) -> Tensor:
+    """The channels of a projection `[..., D]` per head: `[H, K, D]` in fp64."""
+    rows = torch.arange(layer.key_width) + member.stride * torch.arange(layer.heads).unsqueeze(1) + member.offset
+    return values[rows.to(values.device)].double()
+
+
+def _saliency_pass(
+    family: Family,
+    model: Any,
+    layers: Sequence[StatefulLayer],
+    blocks: TokenBlocks,
+    settings: CalibrationSettings,
+    batch: int,
+    partial: _Partial,
+    reporter: Reporter,
+) -> dict[str, Tensor]:
+    """`sum_i |W_ij dL/dW_ij|` per channel, L the mean loss over the whole text; gradients added up in fp32.
+
+    Source: arXiv 2602.04852, Sec. 3.4 (Grad).
+    """
+    device = next(model.parameters()).device
+    model.requires_grad_(False)
+    weights = {
+        (layer.index, side): family.parameter(model, layer, member).requires_grad_(True)
+        for layer in layers
+        for side, member in _projections(layer).items()
+    }
+    done, stored = partial.load()
+    gradients = {
+        key: stored[f"layers.{key[0]}.gradient_{key[1]}"].to(device)
+        if done
+        else torch.zeros_like(weight, dtype=torch.float32)
+        for key, weight in weights.items()
+    }
+    predicted = settings.samples * (settings.seq_len - 1)
+    with reporter.task("saliency", total=settings.samples * settings.seq_len, unit="tokens") as task:
+        task.advance(done * settings.seq_len)
+        for now_done, ids in _batches(blocks, batch, done):
+            ids = ids.to(device)
+            with torch.enable_grad():
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+                loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / predicted
+            for key, gradient in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
+                gradients[key] += gradient.float()
+            task.advance(ids.numel())
+            partial.save(now_done, {f"layers.{i}.gradient_{side}": g for (i, side), g in gradients.items()})
+    saliency: dict[str, Tensor] = {}
+    for layer in layers:
+        for side, member in _projections(layer).items():
+            weight, gradient = weights[layer.index, side].detach().double(), gradients[layer.index, side].double()
+            if not torch.isfinite(gradient).all():
+                raise ModelError(f"the gradient of {member.tensor} is NaN or infinite", "try --dtype float32")
+            product = _head_rows((weight * gradient).abs(), member, layer).sum(-1)
+            saliency[f"layers.{layer.index}.saliency_{side}"] = product.cpu()
+    return saliency
+
+
+def read_rows(source: ModelSource, layer: StatefulLayer, member: Member) -> Tensor:
+    """A projection's rows per head, read from disk: `[H, K, D]` in fp64."""
+    from safetensors import safe_open
+
+    header, _entry = source.tensors[member.tensor]
+    with safe_open(header.path, framework="pt") as handle:
+        return _head_rows(handle.get_tensor(member.tensor), member, layer)
+
+
+def _weight_statistics(
+    source: ModelSource, layers: Sequence[StatefulLayer], sums: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """What L1 and S-Wanda need of the weights, so that selection needs no model."""
+    found: dict[str, Tensor] = {}
+    for layer in layers:
+        for side, member in _projections(layer).items():
+            rows = read_rows(source, layer, member)
+            found[f"layers.{layer.index}.magnitude_{side}"] = channel_magnitudes(rows)
+            found[f"layers.{layer.index}.wanda_{side}"] = channel_wanda(rows, sums[f"layers.{layer.index}.input_sq"])
+    return found
+
+
+def check_calibration(
+    source: ModelSource, settings: CalibrationSettings, reporter: Reporter
+) -> tuple[StatefulLayer, ...]:
+    """Refuse, before any work, what cannot give usable statistics.
+
+    Returns:
+        The stateful layers.
+
+    Raises:
+        DataError: too few tokens, or longer sequences than the model takes.
+        FamilyError: the family is unknown.
+        ModelError: no layer keeps a state.
+    """
+    layers = family_for(source.config).layers(source.config)
+    if not layers:
+        raise ModelError(f"{source.name} has no layer with a state, so there is nothing to calibrate")
+    without = source.config.get("num_hidden_layers", len(layers)) - len(layers)
+    if without:
+        reporter.notice(f"{without} layers of {source.name} keep no state and are skipped")
+    widest = max(layer.key_width for layer in layers)
+    tokens = settings.samples * settings.seq_len
+    counted = settings.rows or tokens
+    if counted < widest:
+        raise DataError(
+            f"{counted} tokens cannot span the {widest} key channels of a head",
+            f"pass --samples and --seq-len with a product of {widest} at the least; thousands are better",
+        )
+    longest = source.config.get("max_position_embeddings")
+    if longest is not None and settings.seq_len > longest:
+        raise DataError(
+            f"--seq-len {settings.seq_len} is longer than the {longest} tokens that {source.name} takes",
+            f"pass --seq-len {longest} or less",
+        )
+    return layers
+
+
+def calibrate(
+    source: ModelSource,
+    settings: CalibrationSettings,
+    output: Path,
+    *,
+    machine: Machine | None = None,
+    saliency: bool = False,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+    checkpoint_seconds: float = 20.0,
+) -> tuple[Artifact, bool]:
+    """Measure what the selectors need, or find that it is there.
+
+    Args:
+        source: the model.
+        settings: the text and its amount.
+        output: the artifact to write.
+        machine: where it runs.
+        saliency: whether the Grad selector's statistics are wanted too; they extend a calibration without them.
+        overwrite: whether a calibration of other inputs gives way.
+        reporter: where progress goes.
+        checkpoint_seconds: how often the sums under way are written beside `output`.
+
+    Returns:
+        The calibration, and whether any work was done.
+
+    Raises:
+        ArtifactError: there is a calibration of other inputs and `overwrite` is false.
+        DataError: the text cannot be read or is too little.
+        FamilyError: the family is unknown.
+        ModelError: the model cannot be loaded, or its statistics are not finite (the layer is named).
+    """
+    machine = machine or Machine()
+    reporter = reporter or SilentReporter()
+    lineage = calibration_lineage(source, settings)
+    existing: Artifact | None = None
+    if output.is_file():
+        try:
+            existing = read_artifact(output, "calibration")
+            refuse_stale(lineage, existing.lineage, output)
+        except ArtifactError:
+            if not overwrite:
+                raise
+            existing = None
+    if existing is not None and (not saliency or has_saliency(existing)):
+        return existing, False
+
+    family = family_for(source.config)
+    layers = check_calibration(source, settings, reporter)
+    tokenizer = load_tokenizer(source, trust_remote_code=machine.trust_remote_code)
+    blocks = token_blocks(
+        settings.data,
+        tokenizer,
+        samples=settings.samples,
+        seq_len=settings.seq_len,
+        seed=settings.seed,
+        reporter=reporter,
+    )
+    if existing is not None and existing.lineage.record["corpus"] != blocks.digest:
+        raise ArtifactError(
+            f"{output} was calibrated on a text that has changed since (digest {existing.lineage.record['corpus'][:12]}, "
+            f"now {blocks.digest[:12]}), so saliency cannot extend it",
+            "pass --overwrite to calibrate anew",
+        )
+    device = machine.torch_device()
+    model: Any = load_model(
+        source,
+        device=device,
+        dtype=machine.torch_dtype(source.config),
+        kernel=machine.kernel,
+        trust_remote_code=machine.trust_remote_code,
+    )
+    machine.announce(model, reporter, needs_gradient=saliency)
+    batch = max(1, _TOKENS_PER_BATCH.get(device.type, 4096) // settings.seq_len)
+
+    def partial(part: str) -> _Partial:
+        path = output.with_name(f".{output.name}.{part}")
+        return _Partial(path, lineage, batch, device.type, checkpoint_seconds)
+
+    partials = [partial("sums")]
+    if existing is None:
+        tensors = _gram_pass(family, model, layers, blocks, settings, batch, partials[0], reporter, source.name)
+        tensors |= _weight_statistics(source, layers, tensors)
+    else:
+        tensors = existing.tensors()
+    if saliency:
+        partials.append(partial("gradients"))
+        tensors |= _saliency_pass(family, model, layers, blocks, settings, batch, partials[-1], reporter)
+    record = {
+        "tokens": settings.samples * settings.seq_len,
+        "corpus": blocks.digest,
+        "text": blocks.description,
+        "layers": [{"index": layer.index, "heads": layer.heads, "key_width": layer.key_width} for layer in layers],
+        "device": device.type,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+    artifact = write_artifact(
+        output,
+        replace(lineage, record=record),
+        tensors,
+    )
+    for finished in partials:
+        finished.remove()
+    return artifact, True

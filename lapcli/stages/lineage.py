@@ -1,0 +1,100 @@
+"""What each stage's result is made from: the lineages, and the rule for one that is there already.
+
+Nothing here imports torch, so that a plan, an inspection or a refusal comes at once.
+"""
+
+from pathlib import Path
+
+from lapcli.artifacts import Artifact, Lineage, read_document
+from lapcli.errors import ArtifactError
+from lapcli.families.registry import family_for
+from lapcli.families.source import ModelSource
+from lapcli.recipe import CalibrationSettings, SelectionSettings
+
+LINEAGE_FILE = "lapcli.json"
+"""The lineage of a model directory that lapcli wrote."""
+
+STALE_HINT = "pass --overwrite to replace it, or --run DIR to keep both"
+
+_CALIBRATION_AXES = {
+    "layers.*.gram_key": ["H", "K", "K"],
+    "layers.*.gram_query": ["H", "K", "K"],
+    "layers.*.input_sq": ["D"],
+    "layers.*.magnitude_key": ["H", "K"],
+    "layers.*.magnitude_query": ["H", "K"],
+    "layers.*.wanda_key": ["H", "K"],
+    "layers.*.wanda_query": ["H", "K"],
+    "layers.*.saliency_key": ["H", "K"],
+    "layers.*.saliency_query": ["H", "K"],
+}
+
+
+def calibration_lineage(source: ModelSource, settings: CalibrationSettings) -> Lineage:
+    """The lineage of a calibration of this model with these settings."""
+    return Lineage(
+        kind="calibration",
+        model=source.describe(),
+        family=family_for(source.config).name,
+        settings=settings.document(),
+        axes=_CALIBRATION_AXES,
+    )
+
+
+def selection_lineage(calibration: Artifact, settings: SelectionSettings, kept_width: int, statistics: str) -> Lineage:
+    """The lineage of a selection.
+
+    Args:
+        calibration: what it is made from.
+        settings: of the selection.
+        kept_width: `K'`, in which ratio, keep and alignment end.
+        statistics: digest of those statistics that the method reads; a calibration that was extended by others
+            since gives the same selection.
+    """
+    document = settings.document()
+    # Two ways to ask for one width are one request.
+    for asked in ("ratio", "keep", "align"):
+        del document[asked]
+    return Lineage(
+        kind="selection",
+        model=calibration.lineage.model,
+        family=calibration.lineage.family,
+        settings={**document, "kept_width": kept_width},
+        parents={"calibration": statistics},
+        axes={"layers.*.kept": ["H", "K'"], "layers.*.scores": ["H", "K"]},
+    )
+
+
+def slicing_lineage(source: ModelSource, selection: Artifact, content: str) -> Lineage:
+    """The lineage of a slice of this model by this selection (whose digest is `content`)."""
+    return Lineage(
+        kind="model",
+        model=source.describe(),
+        family=family_for(source.config).name,
+        settings={
+            "stage": "slicing",
+            "method": selection.lineage.settings.get("method"),
+            "kept_width": selection.lineage.settings.get("kept_width"),
+        },
+        parents={"selection": content},
+    )
+
+
+def sliced_lineage(folder: Path) -> Lineage | None:
+    """The lineage of a model directory, or `None` where lapcli did not write one.
+
+    Raises:
+        ArtifactError: the lineage is there but damaged or of a newer schema.
+    """
+    path = folder / LINEAGE_FILE
+    return read_document(path, "model") if path.is_file() else None
+
+
+def refuse_stale(wanted: Lineage, existing: Lineage, path: Path, mend: str = STALE_HINT) -> None:
+    """Refuse a result that other inputs made.
+
+    Raises:
+        ArtifactError: naming what differs and the command that mends it.
+    """
+    differences = wanted.differences(existing)
+    if differences:
+        raise ArtifactError(f"{path} was made with other inputs: " + "; ".join(differences), mend)

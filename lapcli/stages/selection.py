@@ -1,0 +1,171 @@
+"""Selection: a calibration in, the kept channels of every head out. Needs no model."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapcli.artifacts import Artifact, digest_document, read_artifact, write_artifact
+from lapcli.artifacts.store import content_digest
+from lapcli.errors import ArtifactError, UsageError
+from lapcli.recipe import SelectionSettings
+from lapcli.reporting import Reporter, SilentReporter
+from lapcli.selectors import (
+    HeadStatistics,
+    KeptWidth,
+    Selection,
+    Selector,
+    kept_width,
+    kept_width_from_keep,
+    needed_statistics,
+    select_layer,
+    selector_named,
+)
+from lapcli.stages.lineage import refuse_stale, selection_lineage
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The kept width of a request, and the selector that will fill it."""
+
+    selector: Selector
+    width: KeptWidth
+
+
+def budget_for(key_width: int, settings: SelectionSettings) -> Budget:
+    """Check a request against a key width, before any work.
+
+    Raises:
+        UsageError: the method is unknown, the ratio or width cannot be met, or both or neither are given.
+    """
+    selector = selector_named(settings.method)
+    if (settings.ratio is None) == (settings.keep is None):
+        raise UsageError("give either --ratio or --keep", "for example --ratio 0.5")
+    if settings.keep is not None:
+        return Budget(selector, kept_width_from_keep(key_width, settings.keep, settings.align))
+    assert settings.ratio is not None
+    return Budget(selector, kept_width(key_width, settings.ratio, settings.align))
+
+
+def _key_width(calibration: Artifact) -> int:
+    widths = {layer["key_width"] for layer in calibration.lineage.record["layers"]}
+    if len(widths) != 1:
+        raise ArtifactError(f"{calibration.path} covers layers of different key widths ({sorted(widths)})")
+    return widths.pop()
+
+
+def plan_selection(calibration: Artifact, settings: SelectionSettings) -> KeptWidth:
+    """The kept width that a request comes to, checked before any work.
+
+    Raises:
+        ArtifactError: the calibration covers layers of different widths.
+        UsageError: the request cannot be met.
+    """
+    return budget_for(_key_width(calibration), settings).width
+
+
+def _statistics(calibration: Artifact, needs: tuple[str, ...]) -> tuple[dict[int, HeadStatistics], str]:
+    """The statistics by layer, and the digest of the very tensors read."""
+    read: dict[str, Tensor] = {}
+    found: dict[int, HeadStatistics] = {}
+    for layer in calibration.lineage.record["layers"]:
+        index = layer["index"]
+        tensors: dict[str, Tensor] = {}
+        for name in needs:
+            stored = f"layers.{index}.{name}"
+            if stored not in calibration.names:
+                raise ArtifactError(
+                    f"{calibration.path} holds no {name} of layer {index}",
+                    "extend it: `lapcli calibrate --grad`, or `lapcli prune --method grad`"
+                    if name.startswith("saliency")
+                    else "calibrate again",
+                )
+            tensors[name] = read[stored] = calibration.tensor(stored)
+            if not torch.isfinite(tensors[name]).all():
+                raise ArtifactError(
+                    f"{calibration.path}: {name} of layer {index} is NaN or infinite", "calibrate again"
+                )
+        shape: dict[str, Any] = {"heads": layer["heads"], "key_width": layer["key_width"]}
+        found[index] = HeadStatistics(**shape, **tensors, tokens=calibration.lineage.record["tokens"])
+    identity = calibration.lineage.identity()
+    return found, digest_document({"identity": identity, "statistics": content_digest(read)})
+
+
+def _layer_record(index: int, selection: Selection) -> dict[str, Any]:
+    """One layer's row for `lapcli inspect`: the worst head's figures."""
+    row: dict[str, Any] = {"layer": index, "kept": selection.kept.shape[1], "heads": selection.kept.shape[0]}
+    bounds = selection.bounds
+    if bounds is not None:
+        row |= {
+            "rank (least)": int(bounds.rank.min()),
+            "swaps (all heads)": int(bounds.swaps.sum()),
+            "rho (most)": float(bounds.rho.max()),
+            "kappa (most)": float(bounds.kappa.max()),
+            "kappa bound": float(bounds.kappa_bound.max()),
+            "bounds hold": bool(bounds.holds.all()),
+        }
+    return row
+
+
+def select(
+    calibration: Artifact,
+    settings: SelectionSettings,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+) -> tuple[Artifact, bool]:
+    """Choose the channels that each head keeps, or find that it is done.
+
+    Args:
+        calibration: the statistics.
+        settings: the method and its budget.
+        output: the artifact to write: `layers.<n>.kept` int64 `[H, K']` ascending, `layers.<n>.scores` fp64 `[H, K]`,
+            and for `drrqr` the achieved bounds, `layers.<n>.<bound>` `[H]`.
+        overwrite: whether a selection of other inputs gives way.
+        reporter: where warnings go.
+
+    Returns:
+        The selection, and whether any work was done.
+
+    Raises:
+        ArtifactError: the calibration lacks what the method needs, or there is a selection of other inputs.
+        UsageError: the request cannot be met.
+    """
+    reporter = reporter or SilentReporter()
+    budget = budget_for(_key_width(calibration), settings)
+    statistics, digest = _statistics(calibration, needed_statistics(budget.selector, settings.score_from))
+    lineage = selection_lineage(calibration, settings, budget.width.width, digest)
+    if output.is_file():
+        try:
+            existing = read_artifact(output, "selection")
+            refuse_stale(lineage, existing.lineage, output)
+            return existing, False
+        except ArtifactError:
+            if not overwrite:
+                raise
+    tensors: dict[str, Tensor] = {}
+    rows: list[dict[str, Any]] = []
+    with reporter.task(f"selecting ({settings.method})", total=len(statistics), unit="layers") as task:
+        for index, layer in statistics.items():
+            selection = select_layer(
+                settings.method,
+                layer,
+                budget.width.width,
+                score_from=settings.score_from,
+                f=settings.f,
+                seed=settings.seed,
+                layer=index,
+            )
+            tensors[f"layers.{index}.kept"] = selection.kept
+            tensors[f"layers.{index}.scores"] = selection.scores
+            if selection.bounds is not None:
+                tensors |= {f"layers.{index}.{name}": value for name, value in selection.bounds._asdict().items()}
+            rows.append(_layer_record(index, selection))
+            for warning in selection.warnings:
+                reporter.warn(f"layer {index}: {warning}")
+            task.advance(1)
+    record = {"budget": str(budget.width), "layers": rows}
+    return write_artifact(output, replace(lineage, record=record), tensors), True

@@ -1,0 +1,323 @@
+"""Slicing: a model and a selection in, a model directory out, one tensor at a time.
+
+Written once for all families: it walks the coupled groups that an adapter declares over the safetensors headers.
+No torch model is built and no tensor is interpreted: the kept channels are copied as bytes, so any dtype passes
+through exactly, and every other tensor's bytes are those of the base.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lapcli.artifacts import (
+    Artifact,
+    SafetensorsHeader,
+    TensorEntry,
+    artifact_digest,
+    atomic_directory,
+    encode_header,
+    read_artifact,
+    write_document,
+)
+from lapcli.errors import ArtifactError, FamilyError, ModelError
+from lapcli.families.base import Member, StatefulLayer
+from lapcli.families.registry import family_for
+from lapcli.families.source import ModelSource, refuse_quantised
+from lapcli.reporting import Reporter, SilentReporter
+from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage, slicing_lineage
+
+_COPY_BLOCK = 16 << 20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Which entries of one axis of one tensor stay."""
+
+    axis: int
+    keep: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """What slicing would write.
+
+    Attributes:
+        kept_width: `K'`.
+        layers: the stateful layers of the base.
+        cut_tensors: how many tensors become smaller.
+        bytes_before: size of the base's weights.
+        bytes_after: size of the sliced weights.
+        state_bytes_before: state of one sequence over all layers, fp32.
+        state_bytes_after: likewise, sliced.
+    """
+
+    kept_width: int
+    layers: tuple[StatefulLayer, ...]
+    cut_tensors: int
+    bytes_before: int
+    bytes_after: int
+    state_bytes_before: int
+    state_bytes_after: int
+
+
+def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int, NDArray[np.int64]]:
+    """The kept indices by layer, checked: `[H, K']`, within the head, strictly ascending."""
+    kept: dict[int, NDArray[np.int64]] = {}
+    for layer in layers:
+        indices = selection.tensor(f"layers.{layer.index}.kept").numpy()
+        if indices.ndim != 2 or indices.shape[0] != layer.heads:
+            raise ArtifactError(
+                f"{selection.path} keeps {list(indices.shape)} for layer {layer.index}, whose key heads are {layer.heads}"
+            )
+        if indices.min() < 0 or indices.max() >= layer.key_width or (np.diff(indices, axis=1) <= 0).any():
+            raise ArtifactError(
+                f"{selection.path}: the kept indices of layer {layer.index} are not ascending within 0..{layer.key_width - 1}"
+            )
+        kept[layer.index] = indices
+    widths = {indices.shape[1] for indices in kept.values()}
+    if len(widths) != 1:
+        raise ArtifactError(
+            f"{selection.path} keeps different widths ({sorted(widths)}); one config field holds them all"
+        )
+    return kept
+
+
+def _entry(source: ModelSource, member: Member, layer: StatefulLayer) -> TensorEntry:
+    if member.tensor not in source.tensors:
+        raise FamilyError(
+            f"{source.name} has no tensor {member.tensor}, which its family declares for layer {layer.index}",
+            "the checkpoint does not fit its config",
+        )
+    entry = source.tensors[member.tensor][1]
+    needed = member.offset + (layer.heads - 1) * member.stride + layer.key_width
+    found = entry.shape[member.axis] if member.axis < len(entry.shape) else 0
+    if found < needed:
+        raise FamilyError(
+            f"{member.tensor} has {found} channels on axis {member.axis}; {layer.heads} heads of {layer.key_width} "
+            f"need {needed}",
+            "the checkpoint does not fit its config",
+        )
+    return entry
+
+
+def _cuts(
+    source: ModelSource, layers: Sequence[StatefulLayer], kept: Mapping[int, NDArray[np.int64]]
+) -> dict[str, _Cut]:
+    cuts: dict[str, _Cut] = {}
+    for layer in layers:
+        dropped = np.ones((layer.heads, layer.key_width), dtype=bool)
+        np.put_along_axis(dropped, kept[layer.index], False, axis=1)
+        heads, channels = np.nonzero(dropped)
+        for member in layer.members:
+            entry = _entry(source, member, layer)
+            cut = cuts.setdefault(member.tensor, _Cut(member.axis, np.ones(entry.shape[member.axis], dtype=bool)))
+            if cut.axis != member.axis:
+                raise FamilyError(f"{member.tensor} is declared on axes {cut.axis} and {member.axis}")
+            cut.keep[member.offset + heads * member.stride + channels] = False
+    return cuts
+
+
+def _sliced_entry(entry: TensorEntry, cut: _Cut | None) -> tuple[str, str, tuple[int, ...], int]:
+    if cut is None:
+        return entry.name, entry.dtype, entry.shape, entry.nbytes
+    shape = list(entry.shape)
+    remaining = int(cut.keep.sum())
+    nbytes = entry.nbytes // shape[cut.axis] * remaining
+    shape[cut.axis] = remaining
+    return entry.name, entry.dtype, tuple(shape), nbytes
+
+
+def _plan(
+    source: ModelSource, layers: tuple[StatefulLayer, ...], cuts: Mapping[str, _Cut], kept_width: int
+) -> SlicePlan:
+    entries = [entry for _header, entry in source.tensors.values()]
+    return SlicePlan(
+        kept_width=kept_width,
+        layers=layers,
+        cut_tensors=sum(not cut.keep.all() for cut in cuts.values()),
+        bytes_before=sum(entry.nbytes for entry in entries),
+        bytes_after=sum(_sliced_entry(entry, cuts.get(entry.name))[3] for entry in entries),
+        state_bytes_before=sum(layer.state_bytes() for layer in layers),
+        state_bytes_after=sum(layer.state_bytes(kept_width) for layer in layers),
+    )
+
+
+def _write_shard(header: SafetensorsHeader, cuts: Mapping[str, _Cut], target: Path, advance: Any) -> None:
+    entries = [_sliced_entry(entry, cuts.get(entry.name)) for entry in header.tensors.values()]
+    with header.path.open("rb") as source, target.open("wb") as out:
+        out.write(encode_header(entries, header.metadata))
+        for entry in header.tensors.values():
+            cut = cuts.get(entry.name)
+            if cut is None:
+                source.seek(entry.start)
+                left = entry.nbytes
+                while left:
+                    block = source.read(min(left, _COPY_BLOCK))
+                    if not block:
+                        raise ArtifactError(f"{header.path} ended inside {entry.name}", "download the model again")
+                    out.write(block)
+                    left -= len(block)
+            else:
+                outer = int(np.prod(entry.shape[: cut.axis], dtype=np.int64))
+                axis = entry.shape[cut.axis]
+                view = np.memmap(source, np.uint8, "r", entry.start, (outer, axis, entry.nbytes // (outer * axis)))
+                for row in view:
+                    out.write(np.ascontiguousarray(row[cut.keep]).tobytes())
+            advance(entry.nbytes)
+
+
+def _write_index(source: ModelSource, cuts: Mapping[str, _Cut], folder: Path) -> None:
+    if source.index is None:
+        return
+    written = [_sliced_entry(entry, cuts.get(name)) for name, (_header, entry) in source.tensors.items()]
+    metadata = dict(source.index.get("metadata") or {})
+    metadata["total_size"] = sum(nbytes for *_rest, nbytes in written)
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] = sum(int(np.prod(shape, dtype=np.int64)) for _n, _d, shape, _b in written)
+    index = {**source.index, "metadata": metadata}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_companions(source: ModelSource, folder: Path) -> None:
+    """Tokenizer, generation settings, licence and code; the base's own card and training record stay behind."""
+    skipped = {"config.json", "README.md", LINEAGE_FILE, "model.safetensors.index.json", "training_log.json"}
+    for file in sorted(source.path.iterdir()):
+        if file.is_file() and file.suffix not in _WEIGHTS and file.name not in skipped and file.name[0] != ".":
+            shutil.copyfile(file, folder / file.name)
+
+
+def _card(source: ModelSource, plan: SlicePlan, settings: Mapping[str, Any]) -> str:
+    layer = plan.layers[0]
+    return (
+        f"# {source.name}, state cut from {layer.key_width} to {plan.kept_width} key channels a head\n\n"
+        f"Made by lapcli from `{source.name}`"
+        + (f" (revision `{source.revision}`)" if source.revision else "")
+        + f". The key/query channels of {len(plan.layers)} recurrent layers were selected with "
+        f"`{settings.get('method')}` and cut out of the weights; nothing was retrained.\n\n"
+        f"| | base | here |\n| --- | --- | --- |\n"
+        f"| key width | {layer.key_width} | {plan.kept_width} |\n"
+        f"| state of one sequence, fp32 bytes | {plan.state_bytes_before} | {plan.state_bytes_after} |\n"
+        f"| weights, bytes | {plan.bytes_before} | {plan.bytes_after} |\n\n"
+        f"`{LINEAGE_FILE}` holds the settings and digests of what it was made from. The base's licence holds.\n"
+    )
+
+
+def plan_slicing(source: ModelSource, selection: Artifact) -> SlicePlan:
+    """Say what slicing would do, without doing it.
+
+    Raises:
+        ArtifactError: the selection was made for another model, or does not fit it.
+        FamilyError: the family is unknown, or the checkpoint does not fit its config.
+        ModelError: the model is quantised or has no safetensors.
+    """
+    layers, kept = _checked(source, selection)
+    return _plan(source, layers, _cuts(source, layers, kept), next(iter(kept.values())).shape[1])
+
+
+def _checked(
+    source: ModelSource, selection: Artifact
+) -> tuple[tuple[StatefulLayer, ...], dict[int, NDArray[np.int64]]]:
+    refuse_quantised(source.config, source.name)
+    base = selection.lineage.model
+    if base.get("digest") != source.digest:
+        raise ArtifactError(
+            f"{selection.path} was made for {base.get('name')} ({str(base.get('digest'))[:12]}), "
+            f"but the model given is {source.name} ({source.digest[:12]})",
+            "name the model that it was made for, or make a selection for this one with `lapcli prune`",
+        )
+    layers = family_for(source.config).layers(source.config)
+    if not layers:
+        raise FamilyError(f"{source.name} has no layer with a state")
+    return layers, _kept_sets(selection, layers)
+
+
+def slice_model(
+    source: ModelSource,
+    selection: Artifact,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+) -> SlicePlan:
+    """Cut the channels that a selection drops out of every coupled tensor and write the smaller model.
+
+    Args:
+        source: the base model.
+        selection: a selection made for it.
+        output: the directory to write; it appears whole or not at all.
+        overwrite: whether a directory of that name gives way.
+        reporter: where progress goes.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ArtifactError: the selection was made for another model or does not fit; the directory exists; a full disk.
+        FamilyError: the family is unknown, or the checkpoint does not fit its config.
+        ModelError: the model is quantised or has no safetensors.
+    """
+    reporter = reporter or SilentReporter()
+    layers, kept = _checked(source, selection)
+    family = family_for(source.config)
+    cuts = _cuts(source, layers, kept)
+    kept_width = next(iter(kept.values())).shape[1]
+    plan = _plan(source, layers, cuts, kept_width)
+    with (
+        atomic_directory(output, replace=overwrite) as folder,
+        reporter.task(f"slicing {source.name}", total=plan.bytes_before, unit="B") as task,
+    ):
+        for header in source.headers:
+            _write_shard(header, cuts, folder / header.path.name, task.advance)
+        _write_index(source, cuts, folder)
+        config = family.sliced_config(source.config, kept_width)
+        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        _copy_companions(source, folder)
+        (folder / "README.md").write_text(_card(source, plan, selection.lineage.settings))
+        write_document(folder / LINEAGE_FILE, slicing_lineage(source, selection, artifact_digest(selection)))
+    return plan
+
+
+def slice_into(
+    source: ModelSource, selection: Artifact, output: Path, *, overwrite: bool, reporter: Reporter
+) -> tuple[SlicePlan, bool]:
+    """Slice unless the very slice is there already.
+
+    Returns:
+        The plan, and whether any work was done.
+
+    Raises:
+        ArtifactError: something else lies at `output` and `overwrite` is false; and as `slice_model`.
+    """
+    if output.resolve() == source.path:
+        raise ModelError(f"{output} is the model itself; its slice needs another directory", "pass --output DIR")
+    if output.exists():
+        try:
+            existing = sliced_lineage(output)
+            if existing is None:
+                raise ArtifactError(
+                    f"{output} is there, but lapcli did not write it", "remove it, or name another place"
+                )
+            refuse_stale(slicing_lineage(source, selection, artifact_digest(selection)), existing, output)
+            return plan_slicing(source, selection), False
+        except ArtifactError:
+            if not overwrite:
+                raise
+    return slice_model(source, selection, output, overwrite=overwrite, reporter=reporter), True
+
+
+def load_selection(path: Path) -> Artifact:
+    """Open a selection.
+
+    Raises:
+        ArtifactError: it is missing, truncated, foreign or of a newer schema.
+    """
+    if not path.is_file():
+        raise ArtifactError(f"there is no selection at {path}", "make one with `lapcli prune` or `lapcli select`")
+    return read_artifact(path, "selection")

@@ -1,0 +1,1 @@
+"""How `demo:gdn` is made: corpus, tokenizer, recall rows, optimiser, captured training step, evaluation, card."""

@@ -1,0 +1,100 @@
+"""The model's configuration and start, which parameters Muon takes, and how the result is stored."""
+
+import math
+from pathlib import Path
+
+import torch
+from lapcli.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from torch import Tensor, nn
+
+from demo_gdn.optim import MuonAdamW
+from demo_gdn.vocabulary import BOUNDARY, PADDING, load_tokenizer_json
+
+_STEP = 0.01
+_HALF_LIVES = (8.0, 2048.0)
+
+
+def demo_config(tokenizer_json: str | None, vocab_size: int, *, tiny: bool) -> GatedDeltaNetConfig:
+    """The configuration of `demo:gdn`, or of a two-layer trial."""
+    boundary, padding = 0, 1
+    if tokenizer_json is not None:
+        tokenizer = load_tokenizer_json(tokenizer_json)
+        boundary, padding = tokenizer.token_to_id(BOUNDARY), tokenizer.token_to_id(PADDING)
+    size: dict[str, int] = (
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 32, "intermediate_size": 128}
+        if tiny
+        else {"hidden_size": 256, "num_hidden_layers": 6, "num_heads": 4, "head_dim": 64, "intermediate_size": 768}
+    )
+    return GatedDeltaNetConfig(
+        **size,
+        expand_v=1.0,
+        use_gate=True,
+        use_short_conv=True,
+        conv_size=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        vocab_size=vocab_size,
+        bos_token_id=boundary,
+        eos_token_id=boundary,
+        pad_token_id=padding,
+        architectures=["GatedDeltaNetForCausalLM"],
+    )
+
+
+def fresh_model(config: GatedDeltaNetConfig, device: torch.device, seed: int) -> GatedDeltaNetForCausalLM:
+    """A model at its start, fp32.
+
+    Beside the usual start: output projections are scaled down by depth, and the heads' decays begin at half-lives
+    spread evenly (in logarithm) from 8 to 2048 tokens, so that every layer has a head that remembers from the
+    first step.
+    """
+    torch.manual_seed(seed)
+    model = GatedDeltaNetForCausalLM(config)
+    with torch.no_grad():
+        for block in model.model.layers:
+            for projection in (block.attn.o_proj, block.mlp.down_proj):
+                projection.weight.div_(math.sqrt(2 * config.num_hidden_layers))
+            heads = block.attn.A_log.numel()
+            low, high = (math.log(half_life) for half_life in _HALF_LIVES)
+            half_lives = torch.linspace(low, high, heads).exp()
+            block.attn.A_log.copy_((math.log(2) / (half_lives * _STEP)).log())
+            block.attn.dt_bias.fill_(_STEP + math.log(-math.expm1(-_STEP)))
+            for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+                # Nearly the identity: the last tap meets the current token.
+                weight = getattr(block.attn, name).weight
+                weight.mul_(5.0)
+                weight[..., -1].add_(1.0)
+    return model.to(device)
+
+
+def make_optimiser(model: nn.Module, device: torch.device, *, muon_rate: float, adam_rate: float) -> MuonAdamW:
+    """Muon for the 2-D weights of the layers but the gates' narrow ones, AdamW for the rest."""
+    matrices: list[nn.Parameter] = []
+    others: list[tuple[nn.Parameter, float]] = []
+    for name, parameter in model.named_parameters():
+        narrow = name.endswith(("a_proj.weight", "b_proj.weight"))
+        if parameter.ndim == 2 and "embeddings" not in name and not narrow:
+            matrices.append(parameter)
+        else:
+            others.append((parameter, 1.0))
+    return MuonAdamW(matrices, others, device, muon_rate=muon_rate, adam_rate=adam_rate)
+
+
+def stored_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as it is stored: bf16, but fp32 for what sets the decays, where bf16 has too few digits."""
+    return {
+        name: tensor.detach().float().cpu()
+        if name.endswith(("A_log", "dt_bias"))
+        else tensor.detach().bfloat16().cpu()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def save_model(model: GatedDeltaNetForCausalLM, output: Path) -> None:
+    """Write `model.safetensors`, `config.json` and `generation_config.json`."""
+    copy = GatedDeltaNetForCausalLM(model.config).to(torch.bfloat16)
+    weights = stored_weights(model)
+    copy.load_state_dict(weights)
+    for name, parameter in copy.named_parameters():
+        parameter.data = weights[name]
+    copy.save_pretrained(output)

@@ -1,0 +1,191 @@
+"""Rows of recall documents, made in worker processes while the GPU's code is compiled.
+
+A row is `[length + 1]` tokens: the boundary token, then whole documents each followed by it, and running text in
+what is left. Tokens of an asked-for value carry `FLAG`, so that the loss can weigh them.
+"""
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+from multiprocessing.pool import AsyncResult, Pool
+from typing import NamedTuple
+
+import numpy as np
+from lapcli.data.recall import (
+    RULER_NOISE,
+    Haystack,
+    Needle,
+    RecallDocument,
+    RecallMix,
+    random_key,
+    random_number,
+    recall_documents,
+    ruler_single,
+)
+
+from demo_gdn.vocabulary import BOUNDARY, load_tokenizer_json
+
+FLAG = 1 << 14
+"""Added to the ids of answer tokens in rows of training data; the vocabulary is smaller."""
+
+_CHARACTERS_PER_TOKEN = 2.9
+_ROWS_PER_JOB = 256
+
+
+class Stage(NamedTuple):
+    """One step of the curriculum: which lengths of documents, in tokens with weights, and which layouts."""
+
+    lengths: dict[int, float]
+    mix: RecallMix
+
+
+STAGES = (
+    Stage({256: 1.0}, RecallMix(list=0.45, text=0.25, ruler=0.3, single=0.15, max_entries=8)),
+    Stage({256: 0.25, 512: 0.75}, RecallMix(list=0.3, text=0.3, ruler=0.4, single=0.2, max_entries=10)),
+    Stage({256: 0.1, 512: 0.2, 1024: 0.7}, RecallMix(list=0.15, text=0.3, ruler=0.55, single=0.35)),
+)
+
+
+class RowMaker:
+    """Makes rows in processes of its own.
+
+    Construct it before CUDA is initialised: the processes are forked.
+
+    Args:
+        tokenizer_json: the tokenizer.
+        haystack: running text.
+        filler: tokens of running text.
+        length: tokens of a row, without the last target.
+        workers: processes.
+    """
+
+    def __init__(self, tokenizer_json: str, haystack: list[str], filler: np.ndarray, length: int, workers: int):
+        global _shared
+        _shared = _Shared(tokenizer_json, Haystack(haystack), filler, length)
+        self._pool: Pool = multiprocessing.get_context("fork").Pool(workers)
+        self._jobs: list[list[AsyncResult[np.ndarray]]] = []
+
+    def start(self, rows: int, seed: int) -> None:
+        """Begin to make `rows` rows for every stage, the first stage first."""
+        self._jobs = [
+            [
+                self._pool.apply_async(_make_rows, (stage, seed * 100_003 + stage * 10_007 + job, _ROWS_PER_JOB))
+                for job in range(max(1, -(-rows // _ROWS_PER_JOB)))
+            ]
+            for stage in range(len(STAGES))
+        ]
+
+    def stage(self, index: int) -> np.ndarray:
+        """The rows of one stage `[rows, length + 1]`; waits for them."""
+        return np.concatenate([job.get() for job in self._jobs[index]])
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.terminate()
+        self._pool.join()
+
+
+class _Shared(NamedTuple):
+    tokenizer_json: str
+    haystack: Haystack
+    filler: np.ndarray
+    length: int
+
+
+_shared: _Shared
+
+
+def encode(tokenizer_json: str, documents: list[RecallDocument]) -> list[np.ndarray]:
+    """The tokens of each document, those of answers flagged."""
+    tokenizer = load_tokenizer_json(tokenizer_json)
+    encoded: list[np.ndarray] = []
+    for document in documents:
+        result = tokenizer.encode(document.text, add_special_tokens=False)
+        ids = np.asarray(result.ids, dtype=np.int16)
+        # Byte-level tokens lie in order without gaps: a token answers if it overlaps an answer's span.
+        starts, ends = np.asarray(result.offsets).T
+        for start, end in document.answers:
+            ids[np.searchsorted(ends, start, side="right") : np.searchsorted(starts, end)] += FLAG
+        encoded.append(ids)
+    return encoded
+
+
+def _make_rows(stage: int, seed: int, count: int) -> np.ndarray:
+    tokenizer_json, haystack, filler, length = _shared
+    lengths, mix = STAGES[stage]
+    boundary = load_tokenizer_json(tokenizer_json).token_to_id(BOUNDARY)
+    rng = random.Random(seed)
+
+    def draw_size(chance: random.Random) -> int:
+        tokens = min(chance.choices(list(lengths), list(lengths.values()))[0], length)
+        return max(500, int(tokens * _CHARACTERS_PER_TOKEN))
+
+    documents = _tokens_of(recall_documents(haystack, seed=seed, size=draw_size, mix=mix), tokenizer_json)
+    rows = np.full((count, length + 1), boundary, dtype=np.int16)
+    waiting = next(documents)
+    for row in rows:
+        used = 1
+        while len(waiting) <= length - used:
+            row[used : used + len(waiting)] = waiting
+            used += len(waiting) + 1
+            waiting = next(documents)
+        if len(waiting) > length - 1:  # fits in no row: digits and codes take more tokens than foreseen
+            waiting = next(documents)
+        missing = len(row) - used
+        if missing > 0:
+            start = rng.randrange(max(1, len(filler) - missing))
+            row[used:] = filler[start : start + missing].astype(np.int16)
+    return rows
+
+
+def _tokens_of(documents: Iterator[RecallDocument], tokenizer_json: str) -> Iterator[np.ndarray]:
+    while True:
+        yield from encode(tokenizer_json, [next(documents) for _ in range(16)])
+
+
+def single_needle_rows(
+    tokenizer_json: str, texts: list[str], *, length: int, count: int, noise: bool, seed: int
+) -> tuple[np.ndarray, float]:
+    """Single-needle prompts with 7-digit answers, padded on the right.
+
+    Args:
+        tokenizer_json: the tokenizer.
+        texts: held-out running text.
+        length: tokens of a whole prompt with its answer and boundary token, at most.
+        count: prompts.
+        noise: RULER's repeated sentences instead of running text.
+        seed: of keys, numbers, places; depths are spread evenly.
+
+    Returns:
+        Rows `[count, length]` with flagged answers, and their mean length.
+    """
+    tokenizer = load_tokenizer_json(tokenizer_json)
+    boundary = tokenizer.token_to_id(BOUNDARY)
+    haystack = Haystack(texts)
+    rng = random.Random(seed)
+    rows = np.full((count, length), boundary, dtype=np.int16)
+    used = 0
+    for index in range(count):
+        needle = Needle(random_key(rng), random_number(rng, 7), "number")
+        depth = (index + 0.5) / count
+        stretch = list(RULER_NOISE) * (length // 20 + 1) if noise else haystack.stretch(rng, length * 6)
+
+        def build(sentences: int, needle: Needle = needle, depth: float = depth, stretch: list[str] = stretch):
+            document = ruler_single(stretch[:sentences], needle, depth, joiner="\n" if noise else " ")
+            return encode(tokenizer_json, [document])[0]
+
+        tokens = build(_most_that_fit(build, len(stretch), length - 1))
+        rows[index, 1 : 1 + len(tokens)] = tokens
+        used += len(tokens) + 1
+    return rows, used / count
+
+
+def _most_that_fit(build: Callable[[int], np.ndarray], most: int, length: int) -> int:
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(build(middle)) <= length:
+            low = middle
+        else:
+            high = middle - 1
+    return low
