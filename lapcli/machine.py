@@ -79,9 +79,8 @@ class Machine:
         Raises:
             ModelError: `require_fast` is set and the PyTorch path runs.
         """
-        from lapkernels.delta_rule import select_impl
-
         from lapcli.families.registry import family_for
+        from lapkernels.delta_rule import select_impl
 
         parameter = next(iter(model.parameters()))
         layers = family_for(model.config.to_dict()).layers(model.config.to_dict())

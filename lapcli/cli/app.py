@@ -34,7 +34,7 @@ def version(
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. Not a KeyboardInterrupt, which the command parser would answer with an exit code of its own."""
+    """Ctrl-C or SIGTERM; no KeyboardInterrupt, which the command parser would answer by an exit code of its own."""
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -67,7 +67,7 @@ def run(
         if as_json:
             display.emit({"dry_run": True, **facts})
         else:
-            display.table("would do (nothing was done)", ["", ""], [[key, str(value)] for key, value in facts.items()])
+            display.facts("would do (nothing was done)", facts)
         return
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     machine.torch_device()

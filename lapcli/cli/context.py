@@ -34,7 +34,8 @@ def base_model(model: str | None, run: "RunDirectory") -> "ModelSource":
     source = resolve_model(noted["name"], noted.get("revision"))
     if source.digest != noted["digest"]:
         raise ArtifactError(
-            f"{noted['name']} has changed since {run.path} was made ({noted['digest'][:12]} then, {source.digest[:12]} now)",
+            f"{noted['name']} has changed since {run.path} was made "
+            f"({noted['digest'][:12]} then, {source.digest[:12]} now)",
             "name the model and pass another --run DIR",
         )
     return source

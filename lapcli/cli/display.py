@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,27 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str
     for row in rows:
         drawn.add_row(*row)
     console().print(drawn)
+
+
+def facts(title: str | None, values: Mapping[str, Any]) -> None:
+    """Print names and values on stderr, a row each."""
+    from rich.table import Table
+
+    drawn = Table(title=title, title_justify="left", box=None, show_header=False)
+    drawn.add_column(overflow="fold")
+    drawn.add_column(overflow="fold")
+    for name, value in values.items():
+        drawn.add_row(f"  {name}", fact(value))
+    console().print(drawn)
+
+
+def fact(value: Any) -> str:
+    """A value of an artifact's header for a person."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {fact(item)}" for key, item in value.items() if item is not None)
+    if isinstance(value, list):
+        return ", ".join(fact(item) for item in value)
+    return str(value)
 
 
 def closing(text: str, *, quiet: bool = False) -> None:

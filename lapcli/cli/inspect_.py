@@ -29,7 +29,7 @@ def run(
     if as_json:
         display.emit(document)
         return
-    display.table(document["title"], ["", ""], [[key, _cell(value)] for key, value in document["facts"].items()])
+    display.facts(document["title"], document["facts"])
     rows = document.get("layers") or []
     if rows:
         columns = list(rows[0])
@@ -50,10 +50,6 @@ def describe(path: str) -> dict[str, Any]:
     if place.is_dir() and not (place / "config.json").is_file() and not (place / "adapter_config.json").is_file():
         return _describe_run(place)
     return _describe_model(path)
-
-
-def _cell(value: Any) -> str:
-    return ", ".join(f"{key} {_cell(item)}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _layer_cell(column: str, value: Any) -> str:

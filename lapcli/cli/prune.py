@@ -52,22 +52,19 @@ def run(
 
     reporter = display.DisplayReporter(quiet or as_json)
     plan = plan_pruning(source, calibration, selection, directory)
-    facts = [
-        ["model", f"{source.name} ({source.digest[:12]})"],
-        ["stateful layers", str(len(plan.layers))],
-        ["key width", str(plan.width)],
-        [
-            "state of a sequence, fp32",
-            f"{display.size(plan.state_bytes_before)} -> {display.size(plan.state_bytes_after)}",
-        ],
-        ["calibration", _calibration_cost(plan.calibration_ready, plan.tokens, calibration.data, plan.needs_saliency)],
-        ["writes", f"{directory.calibration}, {directory.selection.name}, {directory.sliced.name}/"],
-    ]
+    facts = {
+        "model": f"{source.name} ({source.digest[:12]})",
+        "stateful layers": len(plan.layers),
+        "key width": plan.width,
+        "state of a sequence, fp32": _change(plan.state_bytes_before, plan.state_bytes_after),
+        "calibration": _calibration_cost(plan.calibration_ready, plan.tokens, calibration.data, plan.needs_saliency),
+        "writes": f"{directory.calibration}, {directory.selection.name}, {directory.sliced.name}/",
+    }
     if dry_run:
         if as_json:
             display.emit({"dry_run": True, **plan_document(plan)})
         else:
-            display.table("would do (nothing was done)", ["", ""], facts)
+            display.facts("would do (nothing was done)", facts)
         return
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     machine.torch_device()
@@ -88,6 +85,12 @@ def run(
         display.table(f"{source.name}, {method}", ["", "base", "sliced"], rows)
     done = "pruned" if any(result.worked.values()) else "nothing to do, all of it is there already"
     display.closing(f"{done}: {directory.sliced}\nnext: lapcli eval builtin niah{_run_option(run_path)}", quiet=quiet)
+
+
+def _change(before: int, after: int) -> str:
+    from lapcli.cli.display import size
+
+    return f"{size(before)} -> {size(after)}"
 
 
 def _calibration_cost(ready: bool, tokens: int, data: str, saliency: bool) -> str:

@@ -55,7 +55,7 @@ def run(
         if as_json:
             display.emit({"dry_run": True, **facts})
         else:
-            display.table("would do (nothing was done)", ["", ""], [[key, value] for key, value in facts.items()])
+            display.facts("would do (nothing was done)", facts)
         return
     reporter = display.DisplayReporter(quiet or as_json)
     with directory.lock():

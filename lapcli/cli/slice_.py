@@ -39,8 +39,8 @@ def run(
         if as_json:
             display.emit({"dry_run": True, **facts, "writes": str(target)})
         else:
-            rows = [[key.replace("_", " "), str(value)] for key, value in facts.items()]
-            display.table("would do (nothing was done)", ["", ""], [*rows, ["writes", str(target)]])
+            shown = {key.replace("_", " "): value for key, value in facts.items()}
+            display.facts("would do (nothing was done)", {**shown, "writes": target})
         return
     reporter = display.DisplayReporter(quiet or as_json)
     with directory.lock():

@@ -1,15 +1,16 @@
 """Numbers with standard errors, and differences of paired numbers.
 
-Each estimate keeps the *influence* of every item (a document, a window, a prompt): how far that item moves the value,
-to first order; they sum to zero. With n items the standard error is `sqrt(n / (n - 1) * sum(influence^2))`, which is the
-usual one for a mean, the delta method for a perplexity, and the jackknife for anything else. Two models measured on the
-same items have influences item by item, so that the standard error of their difference comes from the differences of the
-influences and what both find hard cancels.
+Each estimate keeps the *influence* of every item (a document, a window, a prompt): how far that item moves the
+value, to first order; they sum to zero. With n items the standard error is `sqrt(n / (n - 1) * sum(influence^2))`,
+which is the usual one for a mean, the delta method for a perplexity, and the jackknife for anything else. Two models
+measured on the same items have influences item by item, so that the standard error of their difference comes from
+the differences of the influences, and what both find hard cancels.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 Method = Literal["accuracy", "mean", "delta", "jackknife"]
@@ -103,9 +104,7 @@ def jackknife(items: Sequence[Any], value: Callable[[list[Any]], float]) -> Esti
     if blocks < 2:
         return Estimate(value=whole, stderr=None, n=n, method="jackknife")
     edges = [n * block // blocks for block in range(blocks + 1)]
-    without = [
-        float(value([*items[:start], *items[end:]])) for start, end in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    without = [float(value([*items[:start], *items[end:]])) for start, end in pairwise(edges)]
     centre = math.fsum(without) / blocks
     influences = tuple((centre - part) * (blocks - 1) / blocks for part in without)
     return Estimate(value=whole, stderr=_stderr(influences), n=n, method="jackknife", influences=influences)

@@ -253,7 +253,7 @@ def _manager(names: Sequence[str]) -> Any:
 
         if all(name in LOCAL_TASKS for name in names):
             root = Path(lm_eval.tasks.__file__).parent
-            folders = [str(root / folder) for folder in ("wikitext", "lambada")]
+            folders: list[str | Path] = [root / folder for folder in ("wikitext", "lambada")]
             return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
         global _whole_index
         if _whole_index is None:
@@ -266,15 +266,7 @@ _whole_index: Any = None
 
 def _data_sets(manager: Any, name: str) -> list[str]:
     """The hub data sets that the task names; empty for a group."""
-    with _quiet():
-        entry = manager.task_index.get(name)
-        path = getattr(entry, "yaml_path", None)
-        if path is None:
-            return []
-        from lm_eval.tasks import _yaml_loader
-
-        config = _yaml_loader.load_yaml(path, resolve_func=False)
-    data_set = config.get("dataset_path")
+    data_set = (getattr(manager.task_index.get(name), "cfg", None) or {}).get("dataset_path")
     return [data_set] if isinstance(data_set, str) and data_set else []
 
 

@@ -8,14 +8,18 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from lapcli.errors import DataError
 from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.evaluation.settings import Bos
 from lapcli.reporting import Reporter
 
+# The decorator that registers it hides the class from type checkers.
+_HFLM: Any = HFLM
+
 Audible = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-class InMemoryModel(HFLM):
+class InMemoryModel(_HFLM):
     """lm-eval's Hugging Face model, with requests scored by `lapcli.evaluation.scoring`.
 
     Tokenisation, truncation and windows are lm-eval's. Scoring is ours: progress goes to a `Reporter`, and a window of
@@ -58,6 +62,12 @@ class InMemoryModel(HFLM):
         return super().generate_until(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        for _, _, continuation in requests:
+            if not 0 < len(continuation) <= self.max_length:
+                raise DataError(
+                    f"{self._task} asks for {len(continuation)} tokens; a request holds 1 to {self.max_length}",
+                    "give a larger --max-length",
+                )
         wanted = [
             # Too long a context loses its beginning, as in lm-eval.
             Request([*context, *continuation][-(self.max_length + 1) :], len(continuation))

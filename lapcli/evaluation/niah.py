@@ -147,9 +147,7 @@ def measure_niah(
     samples = settings.limit or settings.niah_samples
     scores: list[Score] = []
     for length in dict.fromkeys(settings.niah_lengths):
-        prompts = make_prompts(
-            haystack, tokenizer, length=length, samples=samples, seed=settings.seed, start=start
-        )
+        prompts = make_prompts(haystack, tokenizer, length=length, samples=samples, seed=settings.seed, start=start)
         answers = score(
             loaded,
             [Request(prompt.tokens + prompt.answer, len(prompt.answer)) for prompt in prompts],

@@ -229,8 +229,6 @@ def _score_json(score: Score) -> dict[str, Any]:
         "estimate": {
             **asdict(estimate),
             "value": _number(estimate.value),
-            # Six digits keep a paired standard error exact to far more than it can mean.
-            "influences": [float(f"{influence:.6g}") for influence in estimate.influences],
         },
     }
 

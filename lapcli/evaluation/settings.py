@@ -44,7 +44,9 @@ class EvaluationSettings:
         if self.bos not in ("auto", "always", "never"):
             raise UsageError(f"bos is {self.bos!r}; it is auto, always or never")
         if self.max_length is not None and self.max_length < MIN_MAX_LENGTH:
-            raise UsageError(f"a window of {self.max_length} tokens is too short; --max-length is at least {MIN_MAX_LENGTH}")
+            raise UsageError(
+                f"a window of {self.max_length} tokens is too short; --max-length is at least {MIN_MAX_LENGTH}"
+            )
         if self.stride is not None and self.stride < 1:
             raise UsageError(f"a stride of {self.stride} tokens does not move; it is at least 1")
         if self.stride is not None and self.max_length is not None and self.stride > self.max_length:

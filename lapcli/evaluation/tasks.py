@@ -89,7 +89,9 @@ def parse_tasks(names: Sequence[str]) -> list[TaskInfo]:
         DataError: the file of a `text:PATH` does not exist.
     """
     if not names:
-        raise UsageError("no task named", f"name one or more: {', '.join([*TASKS, TEXT_TASK.name])}, or any lm-eval task")
+        raise UsageError(
+            "no task named", f"name one or more: {', '.join([*TASKS, TEXT_TASK.name])}, or any lm-eval task"
+        )
     return [_parse(name) for name in dict.fromkeys(names)]
 
 
@@ -119,6 +121,4 @@ def _parse(name: str) -> TaskInfo:
         return TaskInfo(
             name=name, kind="perplexity", metrics=TEXT_TASK.metrics, summary=TEXT_TASK.summary, source=TEXT_TASK.source
         )
-    return TaskInfo(
-        name=name, kind="harness", metrics=(), summary="", source=f"lm-eval task {name}", harness_name=name
-    )
+    return TaskInfo(name=name, kind="harness", metrics=(), summary="", source=f"lm-eval task {name}", harness_name=name)

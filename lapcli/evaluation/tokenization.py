@@ -13,7 +13,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         # Truncation and padding are set by calls, and change no token of a text.
-        document = {name: part for name, part in json.loads(backend.to_str()).items() if name not in ("truncation", "padding")}
+        document = {
+            name: part for name, part in json.loads(backend.to_str()).items() if name not in ("truncation", "padding")
+        }
     else:
         document = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     special = {"bos": tokenizer.bos_token, "eos": tokenizer.eos_token}
@@ -23,7 +25,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text alone, without special ones."""
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    # A text longer than the model takes is cut into windows later; transformers would warn of it here.
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def text_start(tokenizer: Any, bos: Bos) -> int | None:

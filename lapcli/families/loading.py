@@ -1,5 +1,7 @@
 """Loading models and tokenizers: lapcli's own classes where stock libraries cannot run, theirs otherwise."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["DEFAULT_MODEL", "ModelSource", "load_model", "load_tokenizer", "resolve_model"]
+
+
+@contextmanager
+def _without_progress_bars() -> Generator[None]:
+    """Silence the bars of transformers; lapcli's callers draw theirs."""
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
 
 
 def _own_class(model_type: str | None) -> Any:
@@ -62,12 +78,13 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
     model: Any
     try:
-        if own is not None:
-            model = own.from_pretrained(source.path, **options)
-        else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                source.path, trust_remote_code=trust_remote_code, **options
-            )
+        with _without_progress_bars():
+            if own is not None:
+                model = own.from_pretrained(source.path, **options)
+            else:
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    source.path, trust_remote_code=trust_remote_code, **options
+                )
     except (ValueError, KeyError, ImportError, OSError, RuntimeError) as error:
         model_type = source.config.get("model_type")
         if own is None and model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from lapkernels.delta_rule import IMPLEMENTATIONS, Choice, select_impl, why_not
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -20,6 +19,7 @@ from lapcli.models.loss import cross_entropy, next_token_labels
 from lapcli.models.mixer import DeltaRuleMixer
 from lapcli.models.norms import RMSNorm
 from lapcli.models.tokens import Packing, Padding
+from lapkernels.delta_rule import IMPLEMENTATIONS, Choice, select_impl, why_not
 
 # transformers 5.24 renamed the field, and `generate` carries whichever name it finds from step to step.
 _CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"

@@ -3,13 +3,13 @@
 from typing import NamedTuple
 
 import torch.nn.functional as F
-from lapkernels.delta_rule import delta_rule
 from torch import Tensor, nn
 
 from lapcli.models.cache import LayerState, RecurrentCache
 from lapcli.models.convolution import ShortConvolution
 from lapcli.models.norms import GatedRMSNorm, RMSNorm
 from lapcli.models.tokens import Packing, Padding
+from lapkernels.delta_rule import delta_rule
 
 
 class MixerShape(NamedTuple):

@@ -5,7 +5,7 @@ A selector never sees a model and never edits weights. Axes as in `lapcli.shapes
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 ScoreFrom: TypeAlias = Literal["both", "key", "query"]
+
 
 @dataclass(frozen=True)
 class HeadStatistics:
@@ -45,6 +46,19 @@ class HeadStatistics:
     tokens: int = 0
     triangle_key: Float64[Tensor, "H K K"] | None = None
     triangle_query: Float64[Tensor, "H K K"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Key heads H and key width K, as the first statistic that is there has them.
+
+        Raises:
+            ValueError: there is none with heads.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.ndim >= 2:
+                return value.shape[0], value.shape[1]
+        raise ValueError("no statistic has heads and channels")
 
 
 class RankBounds(NamedTuple):

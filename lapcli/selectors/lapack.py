@@ -5,23 +5,22 @@ splits a 128 x 128 product over every core of a large machine waits longer than 
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
-import scipy.linalg
+import scipy.linalg  # pyright: ignore[reportMissingTypeStubs]  (there are none; the names used get types below)
 from numpy.typing import NDArray
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import ThreadpoolController  # pyright: ignore[reportMissingTypeStubs]  (likewise)
 
 FloatArray: TypeAlias = NDArray[np.float64]
 IndexArray: TypeAlias = NDArray[np.int64]
 
 EPS = float(np.finfo(np.float64).eps)
 
-# SciPy ships no types; these two names are the only untyped values of the package.
 _lapack: Any = scipy.linalg.lapack
 _blas: Any = scipy.linalg.blas
 _linalg: Any = scipy.linalg
@@ -52,8 +51,32 @@ def triangle_of(matrix: FloatArray) -> FloatArray:
     return triangle[: min(matrix.shape)]
 
 
+def cholesky(gram: FloatArray) -> FloatArray | None:
+    """Lower Cholesky factor; `None` where the matrix is not positive definite. LAPACK `dpotrf`."""
+    try:
+        return np.asarray(np.linalg.cholesky(gram), dtype=np.float64)
+    except np.linalg.LinAlgError:
+        return None
+
+
+def singular_values(matrix: FloatArray) -> FloatArray:
+    """Singular values, descending. LAPACK `dgesdd`."""
+    if matrix.size == 0:
+        return np.zeros(0)
+    return np.asarray(np.linalg.svd(matrix, compute_uv=False), dtype=np.float64)
+
+
+def singular_values_from_gram(gram: FloatArray) -> FloatArray:
+    """Singular values of M from `M^T M`, descending. LAPACK `dsyevd`."""
+    if gram.size == 0:
+        return np.zeros(0)
+    return np.sqrt(np.maximum(np.linalg.eigvalsh(gram)[::-1], 0.0))
+
+
 def lower_inverse(factor: FloatArray) -> FloatArray:
     """Inverse of a lower triangle with a positive diagonal; zero above the diagonal. LAPACK `dtrtri`."""
+    if factor.size == 0:
+        return np.zeros((0, 0))
     inverse, info = _lapack.dtrtri(np.asfortranarray(np.tril(factor)), lower=1, overwrite_c=1)
     assert info == 0, "a diagonal element is zero"
     return inverse
@@ -61,6 +84,8 @@ def lower_inverse(factor: FloatArray) -> FloatArray:
 
 def solve_upper(triangle: FloatArray, right: FloatArray) -> FloatArray:
     """`triangle^-1 right` for an upper triangle. LAPACK `dtrtrs`."""
+    if triangle.size == 0:
+        return right
     return _linalg.solve_triangular(triangle, right, check_finite=False)
 
 
@@ -71,7 +96,7 @@ def add_outer(target: FloatArray, factor: float, left: FloatArray, right: FloatA
 
 
 @cache
-def _thread_pools() -> ThreadpoolController:
+def _thread_pools() -> Any:
     return ThreadpoolController()
 
 
@@ -81,7 +106,7 @@ def usable_cores() -> int:
 
 
 @contextmanager
-def head_pool(heads: int) -> Iterator[Callable[..., Iterator[Any]]]:
+def head_pool(heads: int) -> Generator[Callable[..., Iterator[Any]]]:
     """Yield a `map` that works on heads side by side, one BLAS thread each, results in order."""
     with _thread_pools().limit(limits=1, user_api="blas"):
         workers = min(heads, usable_cores())

@@ -14,7 +14,8 @@ cannot visit a basis twice, so the loop ends without a cap. A round whose determ
 repeated with a factorisation per exchange; if even a single exchange gains nothing, rho exceeds f only by what fp64
 sums cannot resolve, and the loop ends there with that rho in its result.
 
-Source: Gu and Eisenstat, SIAM J. Sci. Comput. 17 (1996), Algorithm 4, Lemma 3.1, Theorem 3.2; arXiv 2602.04852, Sec. 3.4.
+Source: Gu and Eisenstat, SIAM J. Sci. Comput. 17 (1996), Algorithm 4, Lemma 3.1, Theorem 3.2; arXiv 2602.04852,
+Sec. 3.4.
 """
 
 import math
@@ -24,7 +25,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lapcli.selectors.lapack import EPS, FloatArray, IndexArray, add_outer, lower_inverse, pivoted_cholesky
+from lapcli.selectors.lapack import (
+    EPS,
+    FloatArray,
+    IndexArray,
+    add_outer,
+    cholesky,
+    lower_inverse,
+    pivoted_cholesky,
+    singular_values_from_gram,
+)
 
 # A fresh factorisation costs about as much as twenty exchanges.
 _EXCHANGES_PER_ROUND = 64
@@ -175,9 +185,8 @@ class _Split:
         chosen = np.zeros(gram.shape[0], dtype=bool)
         chosen[basis] = True
         basis, rest = np.flatnonzero(chosen), np.flatnonzero(~chosen)
-        try:
-            factor = np.linalg.cholesky(gram[np.ix_(basis, basis)])
-        except np.linalg.LinAlgError:
+        factor = cholesky(gram[np.ix_(basis, basis)])
+        if factor is None:
             return None
         projected = lower_inverse(factor) @ gram[np.ix_(basis, rest)]
         return cls(gram, np.concatenate([basis, rest]), len(basis), factor, projected)
@@ -205,10 +214,11 @@ class _Split:
 
 def _exchange_until_strong(gram: FloatArray, state: _Split, f: float) -> tuple[_Split, int]:
     """Exchange columns until rho <= f; the split and the number of exchanges."""
+    tolerance = max(f, 1 + len(gram) * EPS)  # at f = 1 equal columns would trade places for their rounding
     swaps = 0
     limit = _EXCHANGES_PER_ROUND
-    while state.rho > f:
-        basis, exchanges = _round(state, f, limit)
+    while state.rho > tolerance:
+        basis, exchanges = _round(state, tolerance, limit)
         fresh = _Split.of_basis(gram, basis)
         if fresh is not None and fresh.log_det > state.log_det:
             state = fresh
@@ -220,7 +230,7 @@ def _exchange_until_strong(gram: FloatArray, state: _Split, f: float) -> tuple[_
     return state, swaps
 
 
-def _round(state: _Split, f: float, limit: int) -> tuple[IndexArray, int]:
+def _round(state: _Split, tolerance: float, limit: int) -> tuple[IndexArray, int]:
     """Up to `limit` exchanges on the tableau; the basis reached and their number."""
     k = state.width
     table = state.tableau()
@@ -228,7 +238,7 @@ def _round(state: _Split, f: float, limit: int) -> tuple[IndexArray, int]:
     resolution = state.resolution.copy()
     pair, rho = state.pair, state.rho
     exchanges = 0
-    while rho > f and exchanges < limit:
+    while rho > tolerance and exchanges < limit:
         i, j = pair[0], k + pair[1]
         if not _exchange(table, i, j):
             break
@@ -298,22 +308,15 @@ def _fill(state: _Split, count: int) -> IndexArray:
             break
         taken.append(best)
         left[best] = False
-        table -= np.outer(table[:, best], table[best] / residual[best])
+        np.subtract(table, np.outer(table[:, best], table[best] / residual[best]), out=table)
     return state.rest[taken]
 
 
 def _measure(gram: FloatArray, state: _Split, f: float) -> Bounds:
-    whole = _singular_values(gram)
-    kept = _singular_values(gram[np.ix_(state.basis, state.basis)])
-    over = _singular_values(state.residual_gram)
+    whole = singular_values_from_gram(gram)
+    kept = singular_values_from_gram(gram[np.ix_(state.basis, state.basis)])
+    over = singular_values_from_gram(state.residual_gram)
     return bounds_of(whole, kept, float(over.max(initial=0.0)), state.rho, f)
-
-
-def _singular_values(gram: FloatArray) -> FloatArray:
-    """Singular values of M from `M^T M`, descending."""
-    if gram.size == 0:
-        return np.zeros(0)
-    return np.sqrt(np.maximum(np.linalg.eigvalsh(gram)[::-1], 0.0))
 
 
 def _ratio(upper: float, lower: float) -> float:
@@ -334,17 +337,21 @@ def check_request(n: int, k: int, f: float) -> None:
 
 def _check_gram(gram: FloatArray) -> FloatArray:
     """The matrix, exactly symmetric, once it is seen to be a finite symmetric one up to rounding."""
-    gram = np.asarray(gram, dtype=np.float64)
+    gram = np.ascontiguousarray(gram, dtype=np.float64)
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.size == 0:
         raise ValueError(f"a Gram matrix is square, not of shape {list(gram.shape)}")
     if not np.isfinite(gram).all():
         raise ValueError("the Gram matrix holds NaN or infinite entries")
-    if (gram.diagonal() < 0).any():
-        raise ValueError(f"the Gram matrix has a negative diagonal element, {gram.diagonal().min():.3g}")
-    length = np.sqrt(gram.diagonal())
+    diagonal = gram.diagonal()
+    if (diagonal < 0).any():
+        raise ValueError(f"the Gram matrix has a negative diagonal element, {diagonal.min():.3g}")
+    if (gram == gram.T).all():
+        return gram
     # Sums of products in another order differ by rounding; a wrong matrix differs by much more.
-    if (np.abs(gram - gram.T) > 1e-9 * np.outer(length, length)).any():
-        i, j = np.unravel_index(np.abs(gram - gram.T).argmax(), gram.shape)
+    length = np.sqrt(diagonal)
+    asymmetry = np.abs(gram - gram.T)
+    if (asymmetry > 1e-9 * np.outer(length, length)).any():
+        i, j = np.unravel_index(asymmetry.argmax(), gram.shape)
         raise ValueError(f"the Gram matrix is not symmetric: [{i}, {j}] {gram[i, j]:.6g}, [{j}, {i}] {gram[j, i]:.6g}")
     return (gram + gram.T) / 2
 

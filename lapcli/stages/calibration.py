@@ -386,8 +386,8 @@ def calibrate(
     )
     if existing is not None and existing.lineage.record["corpus"] != blocks.digest:
         raise ArtifactError(
-            f"{output} was calibrated on a text that has changed since (digest {existing.lineage.record['corpus'][:12]}, "
-            f"now {blocks.digest[:12]}), so saliency cannot extend it",
+            f"{output} was calibrated on a text that has changed since "
+            f"(digest {existing.lineage.record['corpus'][:12]}, now {blocks.digest[:12]}); saliency cannot extend it",
             "pass --overwrite to calibrate anew",
         )
     device = machine.torch_device()

@@ -74,11 +74,12 @@ def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int
         indices = selection.tensor(f"layers.{layer.index}.kept").numpy()
         if indices.ndim != 2 or indices.shape[0] != layer.heads:
             raise ArtifactError(
-                f"{selection.path} keeps {list(indices.shape)} for layer {layer.index}, whose key heads are {layer.heads}"
+                f"{selection.path} keeps {list(indices.shape)} for layer {layer.index}, which has {layer.heads} key heads"
             )
         if indices.min() < 0 or indices.max() >= layer.key_width or (np.diff(indices, axis=1) <= 0).any():
             raise ArtifactError(
-                f"{selection.path}: the kept indices of layer {layer.index} are not ascending within 0..{layer.key_width - 1}"
+                f"{selection.path}: the kept indices of layer {layer.index} are not ascending "
+                f"within 0..{layer.key_width - 1}"
             )
         kept[layer.index] = indices
     widths = {indices.shape[1] for indices in kept.values()}

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lapcli.data.overlap import HeldOutIndex
 
 from demo_gdn.vocabulary import BOUNDARY, load_tokenizer_json, train_tokenizer
+from lapcli.data.overlap import HeldOutIndex
 
 FILES = {
     "books": "gutenberg_train.jsonl.xz",

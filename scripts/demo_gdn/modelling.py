@@ -4,11 +4,11 @@ import math
 from pathlib import Path
 
 import torch
-from lapcli.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 from torch import Tensor, nn
 
 from demo_gdn.optim import MuonAdamW
 from demo_gdn.vocabulary import BOUNDARY, PADDING, load_tokenizer_json
+from lapcli.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
 _STEP = 0.01
 _HALF_LIVES = (8.0, 2048.0)
@@ -98,3 +98,4 @@ def save_model(model: GatedDeltaNetForCausalLM, output: Path) -> None:
     for name, parameter in copy.named_parameters():
         parameter.data = weights[name]
     copy.save_pretrained(output)
+    (output / "model.safetensors").chmod(0o644)

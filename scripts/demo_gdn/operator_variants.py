@@ -9,11 +9,11 @@ The backward pass is two products, since `d(X^-1) = -X^-1 dX X^-1`.
 from typing import Any
 
 import torch
-from lapcli.models import GatedDeltaNetForCausalLM
-from lapkernels.delta_rule import chunked
 from torch import Tensor
 
 from demo_gdn.inverse_kernel import unit_lower_inverse_kernel
+from lapcli.models import GatedDeltaNetForCausalLM
+from lapkernels.delta_rule import chunked
 
 VARIANTS = ("chunked", "products", "triton", "fla")
 """`chunked` as lapkernels has it; `products` and `triton` with another inverse; fla's kernels."""

@@ -11,6 +11,8 @@ from multiprocessing.pool import AsyncResult, Pool
 from typing import NamedTuple
 
 import numpy as np
+
+from demo_gdn.vocabulary import BOUNDARY, load_tokenizer_json
 from lapcli.data.recall import (
     RULER_NOISE,
     Haystack,
@@ -22,8 +24,6 @@ from lapcli.data.recall import (
     recall_documents,
     ruler_single,
 )
-
-from demo_gdn.vocabulary import BOUNDARY, load_tokenizer_json
 
 FLAG = 1 << 14
 """Added to the ids of answer tokens in rows of training data; the vocabulary is smaller."""

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from lapcli.artifacts import (
     Lineage,
     RunDirectory,
@@ -20,7 +22,6 @@ from lapcli.artifacts import (
     write_artifact,
 )
 from lapcli.errors import ArtifactError
-from safetensors.torch import save_file
 
 
 def lineage(**changes):
@@ -59,7 +60,9 @@ def test_digest_follows_identity_and_content(tmp_path):
 
 
 def test_every_difference_is_named():
-    other = lineage(model={"name": "n", "digest": "bb"}, settings={"ratio": "0.25", "seed": 1}, parents={"calibration": "c"})
+    other = lineage(
+        model={"name": "n", "digest": "bb"}, settings={"ratio": "0.25", "seed": 1}, parents={"calibration": "c"}
+    )
     text = "; ".join(lineage().differences(other))
     for part in ("m (aa) wanted, n (bb) found", "ratio: 0.5 wanted, 0.25 found", "seed: none wanted", "calibration"):
         assert part in text

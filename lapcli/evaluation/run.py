@@ -1,0 +1,246 @@
+"""Evaluate models on tasks: the one entry of the package."""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import lapcli
+from lapcli.data.builtin import heldout_builtin_text
+from lapcli.errors import UsageError
+from lapcli.evaluation.harness import check_names, load_task, measure_harness
+from lapcli.evaluation.local_data import read_documents
+from lapcli.evaluation.niah import measure_niah
+from lapcli.evaluation.perplexity import measure_perplexity
+from lapcli.evaluation.results import Evaluation, ModelScores, Score
+from lapcli.evaluation.scoring import LoadedModel
+from lapcli.evaluation.settings import DEFAULT_MAX_LENGTH, EvaluationOptions, EvaluationSettings
+from lapcli.evaluation.tasks import TEXT_PREFIX, TaskInfo, parse_tasks
+from lapcli.reporting import Reporter, SilentReporter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lapcli.families.loading import ModelSource
+
+Measure = Callable[[LoadedModel], list[Score]]
+
+
+def evaluate(
+    models: Sequence[tuple[str, "ModelSource"]],
+    tasks: Sequence[str],
+    settings: EvaluationSettings | None = None,
+    *,
+    options: EvaluationOptions | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    kernel: str = "auto",
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> Evaluation:
+    """Measure models on tasks, one model in memory at a time.
+
+    Names, data and settings are looked at before the first model is loaded.
+
+    Args:
+        models: label and source of each; the first is the base of the differences.
+        tasks: names (see `lapcli.evaluation.tasks`).
+        settings: what the numbers depend on.
+        options: what they do not.
+        device: where models run.
+        dtype: of their weights.
+        kernel: which implementation of the recurrence runs.
+        trust_remote_code: whether code in a model's directory may run.
+        reporter: progress and remarks.
+
+    Raises:
+        UsageError: no model, a label given twice, an unknown task, a setting that cannot be met.
+        DataError: data that is missing or cannot be read.
+        ModelError: a model that cannot be loaded or run, or lm-eval is not installed.
+    """
+    from lapcli.families.loading import load_model, load_tokenizer
+
+    settings = settings or EvaluationSettings()
+    reporter = reporter or SilentReporter()
+    labels = [label for label, _ in models]
+    if not labels or len(set(labels)) < len(labels):
+        raise UsageError(f"the models to evaluate are labelled {labels}; each needs a label of its own")
+    max_length = resolve_max_length(settings, [source.config for _, source in models], reporter)
+    measures = prepare(tasks, settings, options or EvaluationOptions(), max_length, reporter)
+    measured: list[ModelScores] = []
+    for label, source in models:
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        model = load_model(source, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code)
+        loaded = LoadedModel(model=model, tokenizer=tokenizer, name=label)
+        measured.append(
+            ModelScores(
+                label=label,
+                name=source.name,
+                revision=source.revision,
+                digest=source.digest,
+                dtype=_dtype_name(model),
+                kernel=kernel,
+                parameters=_parameters(model),
+                scores=tuple(score for measure in measures for score in measure(loaded)),
+            )
+        )
+        # The next model must find the memory free.
+        del model, loaded
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return Evaluation(models=tuple(measured), versions=versions())
+
+
+def evaluate_model(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    settings: EvaluationSettings | None = None,
+    *,
+    options: EvaluationOptions | None = None,
+    label: str = "model",
+    reporter: Reporter | None = None,
+) -> Evaluation:
+    """Measure a model that is in memory already.
+
+    Args:
+        model: a causal language model; put into eval mode, and back.
+        tokenizer: its tokenizer.
+        tasks: names (see `lapcli.evaluation.tasks`).
+        settings: what the numbers depend on.
+        options: what they do not.
+        label: what the result calls it.
+        reporter: progress and remarks.
+
+    Raises:
+        LapcliError: as `evaluate`.
+    """
+    settings = settings or EvaluationSettings()
+    reporter = reporter or SilentReporter()
+    max_length = resolve_max_length(settings, [model.config.to_dict()], reporter)
+    measures = prepare(tasks, settings, options or EvaluationOptions(), max_length, reporter)
+    loaded = LoadedModel(model=model, tokenizer=tokenizer, name=label)
+    training = model.training
+    model.eval()
+    try:
+        scores = tuple(score for measure in measures for score in measure(loaded))
+    finally:
+        model.train(training)
+    mixers = model.mixers() if hasattr(model, "mixers") else []
+    measured = ModelScores(
+        label=label,
+        name=str(getattr(model, "name_or_path", "") or label),
+        revision=None,
+        digest=None,
+        dtype=_dtype_name(model),
+        kernel=mixers[0].kernel if mixers else "auto",
+        parameters=_parameters(model),
+        scores=scores,
+    )
+    return Evaluation(models=(measured,), versions=versions())
+
+
+def prepare(
+    tasks: Sequence[str],
+    settings: EvaluationSettings,
+    options: EvaluationOptions,
+    max_length: int,
+    reporter: Reporter,
+) -> list[Measure]:
+    """Read what the tasks need, once for all models, and return what measures one model on each.
+
+    Raises:
+        LapcliError: as `evaluate`.
+    """
+    infos = parse_tasks(tasks)
+    names = [info.harness_name for info in infos if info.harness_name is not None]
+    if names:
+        check_names(names)
+    return [_prepare(info, settings, options, max_length, reporter) for info in infos]
+
+
+def resolve_max_length(settings: EvaluationSettings, configs: Sequence[Mapping[str, Any]], reporter: Reporter) -> int:
+    """Tokens of a window: as set, else 2048 or what the shortest model was made for.
+
+    Args:
+        settings: `max_length` is read.
+        configs: of all models that are to be compared.
+        reporter: told when a window is longer than a model was made for.
+    """
+    limits = [limit for limit in map(_position_limit, configs) if limit is not None]
+    shortest = min(limits, default=None)
+    if settings.max_length is None:
+        return DEFAULT_MAX_LENGTH if shortest is None else min(DEFAULT_MAX_LENGTH, shortest)
+    if shortest is not None and settings.max_length > shortest:
+        reporter.notice(f"--max-length {settings.max_length} is beyond the {shortest} positions a model was made for")
+    return settings.max_length
+
+
+def versions() -> dict[str, str]:
+    """The programs that numbers may depend on."""
+    found = {"lapcli": lapcli.__version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "lm_eval"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _prepare(
+    info: TaskInfo,
+    settings: EvaluationSettings,
+    options: EvaluationOptions,
+    max_length: int,
+    reporter: Reporter,
+) -> Measure:
+    batch_size = options.batch_size
+    if info.kind == "harness":
+        assert info.harness_name is not None
+        task = load_task(info.name, info.harness_name, options.task_data)
+        return lambda loaded: measure_harness(
+            task, loaded, settings, max_length=max_length, batch_size=batch_size, reporter=reporter
+        )
+    if info.kind == "niah":
+        haystack = _documents(settings.niah_haystack)
+        return lambda loaded: measure_niah(haystack, loaded, settings, batch_size=batch_size, reporter=reporter)
+    path = info.name.removeprefix(TEXT_PREFIX) if info.name.startswith(TEXT_PREFIX) else None
+    documents = _documents(path)
+    return lambda loaded: measure_perplexity(
+        info.name,
+        documents,
+        loaded,
+        settings,
+        max_length=max_length,
+        batch_size=batch_size,
+        reporter=reporter,
+    )
+
+
+def _documents(path: "Path | str | None") -> list[Any]:
+    from pathlib import Path
+
+    if path is None:
+        return heldout_builtin_text()
+    if not Path(path).is_file():
+        raise UsageError(f"{path} is no file")
+    return read_documents(Path(path))
+
+
+def _position_limit(config: Mapping[str, Any]) -> int | None:
+    for part in (config, config.get("text_config") or {}):
+        for field in ("max_position_embeddings", "n_positions"):
+            limit = part.get(field)
+            if isinstance(limit, int) and limit > 1:
+                return limit
+    return None
+
+
+def _dtype_name(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

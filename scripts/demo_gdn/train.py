@@ -1,0 +1,373 @@
+"""The training run: preparation, schedule by the clock, measures on the way, and everything that is stored."""
+
+import json
+import math
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from demo_gdn.card import write_card
+from demo_gdn.corpus import MODERN, TRAINED, Corpus, build_corpus
+from demo_gdn.measure import Measurement, generated_recall
+from demo_gdn.modelling import demo_config, fresh_model, make_optimiser, save_model, stored_weights
+from demo_gdn.operator_variants import use_operator
+from demo_gdn.recall_rows import STAGES, RowMaker, single_needle_rows
+from demo_gdn.sampling import RECALL_SHARE, STAGE_ENDS, TEXT_WEIGHTS, Region, Sampler, check_weights
+from demo_gdn.step import Network, TrainStep, build_step
+from demo_gdn.vocabulary import load_tokenizer_json, save_tokenizer
+
+_BLOCK_STEPS = 50
+_RESERVE_SECONDS = 25.0
+_WARM_UP_STEPS = 150
+
+
+@dataclass
+class Settings:
+    """What a run depends on.
+
+    Attributes:
+        data: folder of the shared files.
+        builtin: exported `builtin` corpus.
+        output: where the model goes.
+        minutes: of the whole run, from its start to its end; the schedule follows the clock.
+        steps: end after that many steps instead; `None` follows the clock.
+        batch: rows of a step.
+        length: tokens of a row.
+        vocab_size: of the tokenizer.
+        impl: one of `operator_variants.VARIANTS`.
+        modes: how a step may run, tried in order.
+        answer_weight: weight of answer tokens in the loss.
+        muon_rate: peak rate of the hidden matrices.
+        adam_rate: peak rate of all else.
+        decay_from: progress at which the rates begin to fall, linearly to zero.
+        recall_rows: rows made for each stage of the recall curriculum.
+        workers: processes.
+        seed: of everything.
+        tiny: a two-layer model on little text, to try the script out.
+        limit: characters kept of each source; `None` keeps all.
+    """
+
+    data: Path
+    builtin: Path
+    output: Path
+    minutes: float
+    steps: int | None
+    batch: int
+    length: int
+    vocab_size: int
+    impl: str
+    modes: tuple[str, ...]
+    answer_weight: float
+    muon_rate: float
+    adam_rate: float
+    decay_from: float
+    recall_rows: int
+    workers: int
+    seed: int
+    tiny: bool
+    limit: int | None
+
+
+class Clock:
+    """Seconds since the run began, printed before every line."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._started
+
+    def say(self, text: str) -> None:
+        """Print a line with the time."""
+        print(f"[{self.seconds():6.1f}s] {text}", flush=True)
+
+
+def rate_factor(progress: float, step: int, decay_from: float) -> float:
+    """Warm-up over the first steps, then level, then linear to zero at progress 1."""
+    warm = min(1.0, (step + 1) / _WARM_UP_STEPS)
+    falling = 1.0 if progress < decay_from else max(0.0, (1.0 - progress) / (1.0 - decay_from))
+    return warm * falling
+
+
+def train(settings: Settings) -> Path:
+    """Run everything; return the output folder."""
+    clock = Clock()
+    check_weights()
+    settings.output.mkdir(parents=True, exist_ok=True)
+    corpus = build_corpus(
+        settings.data, settings.builtin, vocab_size=settings.vocab_size, workers=settings.workers,
+        seed=settings.seed, limit=settings.limit, say=clock.say,
+    )  # fmt: skip
+    vocabulary = load_tokenizer_json(corpus.tokenizer_json).get_vocab_size()
+    save_tokenizer(corpus.tokenizer_json, settings.output, 2048)
+    rows = RowMaker(
+        corpus.tokenizer_json, corpus.haystack, corpus.streams["books"], settings.length, settings.workers
+    )
+    try:
+        rows.start(settings.recall_rows, settings.seed)
+        clock.say("recall rows are being made")
+        return _train(settings, corpus, rows, vocabulary, clock)
+    finally:
+        rows.close()
+
+
+def _train(settings: Settings, corpus: Corpus, rows: RowMaker, vocabulary: int, clock: Clock) -> Path:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    config = demo_config(corpus.tokenizer_json, vocabulary, tiny=settings.tiny)
+    model = fresh_model(config, device, settings.seed)
+    use_operator(model, settings.impl)
+    model.train()
+    clock.say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {device}")
+
+    row = settings.length + 1
+    made = -(-settings.recall_rows // 256) * 256
+    pool, text, recall = _lay_out(corpus, made, row, device)
+    measurement = _measurement(settings, corpus, device)
+    clock.say("held-out data is ready")
+
+    step, mode = build_step(
+        model,
+        lambda: make_optimiser(model, device, muon_rate=settings.muon_rate, adam_rate=settings.adam_rate),
+        pool,
+        batch=settings.batch, length=settings.length, answer_weight=settings.answer_weight,
+        modes=settings.modes if device.type == "cuda" else ("eager",), say=clock.say,
+    )  # fmt: skip
+    for stage, region in enumerate(recall):
+        block = torch.from_numpy(rows.stage(stage)).flatten()
+        pool[region.start : region.start + region.length].copy_(block)
+        clock.say(f"recall rows of stage {stage + 1} of {len(recall)} are in place")
+    rows.close()
+
+    sampler = Sampler(text, recall, batch=settings.batch, length=settings.length, seed=settings.seed)
+    run = _Run(settings, model, step, sampler, measurement, clock, device)
+    run.train()
+    return _finish(settings, corpus, model, measurement, run, mode, clock, device)
+
+
+def _lay_out(
+    corpus: Corpus, rows: int, row: int, device: torch.device
+) -> tuple[torch.Tensor, dict[str, Region], list[Region]]:
+    """One tensor of all training tokens: the text streams, then room for the recall rows of each stage."""
+    text: dict[str, Region] = {}
+    start = 0
+    for name in TRAINED:
+        text[name] = Region(start, len(corpus.streams[name]))
+        start += len(corpus.streams[name])
+    recall = [Region(start + stage * rows * row, rows * row) for stage in range(len(STAGES))]
+    pool = torch.zeros(start + len(STAGES) * rows * row, dtype=torch.int16, device=device)
+    for name, region in text.items():
+        tokens = torch.from_numpy(corpus.streams[name].astype(np.int16))
+        pool[region.start : region.start + region.length].copy_(tokens)
+    return pool, text, recall
+
+
+def _measurement(settings: Settings, corpus: Corpus, device: torch.device) -> Measurement:
+    count = 16 if settings.tiny else 200
+    lengths = (256,) if settings.tiny else (512, 1024, 2048)
+    recall = {}
+    for length in lengths:
+        for noise in (False, True):
+            made, mean = single_needle_rows(
+                corpus.tokenizer_json, corpus.haystack_heldout, length=length, count=count, noise=noise,
+                seed=settings.seed + 17,
+            )  # fmt: skip
+            recall[f"niah_{'noise' if noise else 'books'}_{length}"] = made
+            if mean < 0.85 * length:
+                raise RuntimeError(f"single-needle prompts for {length} tokens have only {mean:.0f} on average")
+    streams = {name: corpus.streams[name] for name in ("books_valid", "builtin_heldout", "wiki_heldout")}
+    most = 4_000 if settings.tiny else 400_000
+    return Measurement(streams, recall, length=settings.length, device=device, most_tokens=most)
+
+
+class _Run:
+    """The loop, with what it learned on the way."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: Any,
+        step: TrainStep,
+        sampler: Sampler,
+        measurement: Measurement,
+        clock: Clock,
+        device: torch.device,
+    ):
+        self._settings, self._model, self._step = settings, model, step
+        self._sampler, self._measurement, self._clock, self._device = sampler, measurement, clock, device
+        self._good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self._slower = 1.0
+        self.curve: list[dict[str, float]] = []
+        self.measures: list[dict[str, float]] = []
+        self.steps = 0
+        self.seconds = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Seen so far."""
+        return self.steps * self._settings.batch * self._settings.length
+
+    def train(self) -> None:
+        """Train until the clock or the steps are used up."""
+        began = self._clock.seconds()
+        budget = max(5.0, self._settings.minutes * 60 - _RESERVE_SECONDS - began)
+        self._clock.say(f"training for {budget:.0f} s" if self._settings.steps is None else "training")
+        waypoints = [0.33, 0.66]
+        seconds_per_step = 0.0
+        while True:
+            progress = self._progress(began, budget)
+            if progress >= 1:
+                break
+            if waypoints and progress >= waypoints[0]:
+                waypoints.pop(0)
+                self._look(progress)
+                continue
+            started = time.perf_counter()
+            steps = _BLOCK_STEPS if self._settings.steps is None else min(_BLOCK_STEPS, self._settings.steps - self.steps)
+            ahead = seconds_per_step / budget if self._settings.steps is None else 1 / self._settings.steps
+            self._block(steps, progress, ahead)
+            seconds_per_step = (time.perf_counter() - started) / steps
+            self.seconds += seconds_per_step * steps
+        self._clock.say(f"{self.steps} steps, {self.tokens / 1e6:.0f} M tokens in {self.seconds:.0f} s")
+
+    def _progress(self, began: float, budget: float) -> float:
+        if self._settings.steps is not None:
+            return self.steps / self._settings.steps
+        return (self._clock.seconds() - began) / budget
+
+    def _block(self, steps: int, progress: float, ahead: float) -> None:
+        """Some steps without waiting for the device, then a look at their losses."""
+        starts = np.stack([self._sampler.step(min(1.0, progress + i * ahead)) for i in range(steps)])
+        resident = torch.from_numpy(starts).to(self._device)
+        scale = self._step.optimiser.progress_scale
+        began = time.perf_counter()
+        for i in range(steps):
+            factor = rate_factor(progress + i * ahead, self.steps + i, self._settings.decay_from)
+            scale.fill_(self._slower * factor)
+            self._step.starts.copy_(resident[i])
+            self._step()
+        text, texts, answer, answers, norm = self._step.sums.tolist()  # waits for the device
+        elapsed = time.perf_counter() - began
+        self._step.sums.zero_()
+        self.steps += steps
+        if not math.isfinite(text + answer + norm):
+            self._slower /= 2
+            self._clock.say(f"step {self.steps}: losses are no longer finite; back to the last good weights, half the rate")
+            self._model.load_state_dict(self._good)
+            self._step.optimiser.reset()
+            return
+        point = {
+            "step": self.steps,
+            "seconds": round(self._clock.seconds(), 1),
+            "text_loss": round(text / max(1, texts), 4),
+            "answer_loss": round(answer / max(1, answers), 4),
+            "grad_norm": round(norm, 3),
+            "rate": round(float(scale), 4),
+        }
+        self.curve.append(point)
+        if self.steps % 500 < steps:
+            self._good = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
+        if (self.steps // _BLOCK_STEPS) % 2 == 0 or self._settings.tiny:
+            speed = steps * self._settings.batch * self._settings.length / elapsed
+            self._clock.say(
+                f"step {self.steps:5d}  {100 * progress:5.1f} %  text {point['text_loss']:.3f}  "
+                f"answers {point['answer_loss']:.3f}  norm {norm:.2f}  rate {point['rate']:.3f}  {speed / 1e6:.2f} M tokens/s"
+            )
+
+    def _look(self, progress: float) -> None:
+        """Measure, and store what there is in case the rest is cut off."""
+        try:
+            self.measure(f"at {100 * progress:.0f} %", Network(self._model, compiled=False, device=self._device))
+            save_model(self._model, self._settings.output)
+        except Exception as error:
+            self._clock.say(f"measuring failed and is passed over: {type(error).__name__}: {error}")
+
+    def measure(self, when: str, network: Network) -> dict[str, float]:
+        """Measure and say so."""
+        self._model.eval()
+        results = {name: round(value, 4) for name, value in self._measurement(network).items()}
+        self._model.train()
+        self.measures.append({"step": self.steps, **results})
+        self._clock.say(f"{when}: " + ", ".join(f"{name} {value:.3f}" for name, value in results.items()))
+        return results
+
+
+def _finish(
+    settings: Settings,
+    corpus: Corpus,
+    model: Any,
+    measurement: Measurement,
+    run: _Run,
+    mode: str,
+    clock: Clock,
+    device: torch.device,
+) -> Path:
+    """Store the weights, then measure exactly what was stored, and write the log and the card."""
+    save_model(model, settings.output)
+    clock.say(f"stored in {settings.output}")
+    model.load_state_dict({name: tensor.float().to(device) for name, tensor in stored_weights(model).items()})
+    final: dict[str, float] = {}
+    generated: float | None = None
+    try:
+        final = run.measure("as stored", Network(model, compiled=False, device=device))
+        length = 256 if settings.tiny else 1024
+        probe, _ = single_needle_rows(
+            corpus.tokenizer_json, corpus.haystack_heldout, length=length, count=16, noise=False, seed=settings.seed + 99
+        )
+        model.eval()
+        use_operator(model, "chunked")
+        generated = generated_recall(model, probe, 4 if settings.tiny else 16, device)
+        clock.say(f"greedy generation answers {generated:.2f} of single-needle prompts of {length} tokens")
+    except Exception as error:
+        clock.say(f"measuring failed and is passed over: {type(error).__name__}: {error}")
+
+    log = {
+        "made_by": "scripts/train_demo_gdn.py",
+        "python": platform.python_version(),
+        "builtin_python": corpus.report["builtin_python"],
+        "versions": {name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers", "numpy")},
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {os.cpu_count()} cores",
+        "step_mode": mode,
+        "settings": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(settings).items()
+            if name not in ("data", "builtin", "output")
+        },
+        "mixture": {
+            "text_weights": TEXT_WEIGHTS,
+            "recall_share_by_progress": RECALL_SHARE,
+            "recall_stage_ends": STAGE_ENDS,
+            "recall_stages": [{"lengths": stage.lengths, **stage.mix._asdict()} for stage in STAGES],
+        },
+        "data": corpus.report,
+        "steps": run.steps,
+        "tokens": run.tokens,
+        "training_seconds": round(run.seconds, 1),
+        "wall_seconds": round(clock.seconds(), 1),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "measures": run.measures,
+        "final": final,
+        "generated_recall": generated,
+        "curve": run.curve[:: max(1, len(run.curve) // 150)],
+    }
+    (settings.output / "training_log.json").write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
+    write_card(settings.output, log, model.config, modern=MODERN)
+    size = sum(path.stat().st_size for path in settings.output.iterdir() if path.is_file())
+    clock.say(f"done: {size / 1e6:.2f} MB in {settings.output}")
+    return settings.output
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+

@@ -1,0 +1,215 @@
+"""The contract that every family passes: slicing computes what masking computes, and nothing else changes.
+
+The oracle masks activations of the unsliced model, so it shares nothing with the slicing code.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lapcli.artifacts import Lineage, read_header, write_artifact
+from lapcli.families.loading import load_model, resolve_model
+from lapcli.families.registry import family_for
+from lapcli.stages.slicing import plan_slicing, slice_model
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.oracle import masked, relative_error
+
+FP32 = 1e-5  # the oracle's bound on weights of N(0, 0.25 / fan-in): a few hundred roundings of a sum of that length
+FP64 = 1e-10
+
+CASES = {
+    "gated": (tiny_gated_deltanet, {}),
+    "gated-gva": (tiny_gated_deltanet, {"num_heads": 2, "num_v_heads": 4}),
+    "gated-wide-values": (tiny_gated_deltanet, {"head_dim": 32, "expand_v": 2.0}),
+    "gated-no-gate-no-conv": (tiny_gated_deltanet, {"use_gate": False, "use_short_conv": False}),
+    "gated-tied": (tiny_gated_deltanet, {"tie_word_embeddings": True}),
+    "gated-negative-eigenvalues": (tiny_gated_deltanet, {"allow_neg_eigval": True}),
+    "gated-sharded": (tiny_gated_deltanet, {"max_shard_size": "60KB"}),
+    "delta": (tiny_delta_net, {}),
+    "delta-elu-sum": (tiny_delta_net, {"qk_activation": "elu", "qk_norm": "sum"}),
+    "delta-relu": (tiny_delta_net, {"qk_activation": "relu"}),
+    "delta-gate": (tiny_delta_net, {"use_gate": True, "expand_v": 2.0}),
+}
+# The builders silence torch's remark that a model without short convolutions learns worse.
+
+
+@pytest.fixture(params=list(CASES), ids=list(CASES))
+def base(request, tmp_path):
+    builder, config = CASES[request.param]
+    return resolve_model(str(builder(tmp_path / "base", **config)))
+
+
+def random_kept(source, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        layer.index: torch.stack(
+            [torch.randperm(layer.key_width, generator=generator)[:width].sort().values for _ in range(layer.heads)]
+        )
+        for layer in family_for(source.config).layers(source.config)
+    }
+
+
+def selection_of(source, kept, path: Path):
+    lineage = Lineage("selection", source.describe(), "any", {"method": "by hand", "kept_width": 0})
+    return write_artifact(path, lineage, {f"layers.{index}.kept": rows for index, rows in kept.items()})
+
+
+def logits(model, ids, **options):
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False, **options).logits
+
+
+IDS = torch.randint(3, 259, (2, 90), generator=torch.Generator().manual_seed(1))
+
+
+def sliced(source, kept, folder):
+    selection = selection_of(source, kept, folder / "selection.safetensors")
+    slice_model(source, selection, folder / "sliced")
+    return resolve_model(str(folder / "sliced"))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, FP32), (torch.float64, FP64)], ids=["fp32", "fp64"])
+def test_sliced_equals_masked(base, tmp_path, dtype, bound):
+    kept = random_kept(base, 11)
+    small = load_model(sliced(base, kept, tmp_path), dtype=dtype)
+    whole = load_model(base, dtype=dtype)
+    family = family_for(base.config)
+    with masked(whole, family, family.layers(base.config), kept):
+        wanted = logits(whole, IDS)
+    assert relative_error(logits(small, IDS), wanted) < bound
+    # The oracle would also pass if both ignored the cut: the unmasked model must differ.
+    assert relative_error(logits(whole, IDS), wanted) > 1e-3
+
+
+def test_everything_else_stays(base, tmp_path):
+    small = sliced(base, random_kept(base, 8), tmp_path)
+    layers = family_for(base.config).layers(base.config)
+    cut = {member.tensor for layer in layers for member in layer.members}
+    assert small.tensors.keys() == base.tensors.keys()
+    for name, (header, entry) in base.tensors.items():
+        new_header, new_entry = small.tensors[name]
+        assert new_header.path.name == header.path.name
+        assert new_entry.dtype == entry.dtype
+        old = header.path.read_bytes()[entry.start : entry.start + entry.nbytes]
+        new = new_header.path.read_bytes()[new_entry.start : new_entry.start + new_entry.nbytes]
+        assert (old != new and len(new) * layers[0].key_width == len(old) * 8) if name in cut else old == new, name
+    after = family_for(small.config).layers(small.config)
+    assert [(layer.key_width, layer.value_width, layer.value_heads) for layer in after] == [
+        (8, layer.value_width, layer.value_heads) for layer in layers
+    ]
+    assert (small.path / "tokenizer.json").read_bytes() == (base.path / "tokenizer.json").read_bytes()
+
+
+def test_keeping_all_channels_is_the_identity(base, tmp_path):
+    layer = family_for(base.config).layers(base.config)[0]
+    same = sliced(base, random_kept(base, layer.key_width), tmp_path)
+    for name in {header.path.name for header in base.headers}:
+        assert (same.path / name).read_bytes() == (base.path / name).read_bytes()
+
+
+def test_cached_decode_equals_prefill_and_it_generates(base, tmp_path):
+    model = load_model(sliced(base, random_kept(base, 11), tmp_path))
+    whole = logits(model, IDS)
+    with torch.no_grad():
+        out = model(input_ids=IDS[:, :50], use_cache=True)
+        parts = [out.logits]
+        for start, end in ((50, 57), (57, 58), (58, 90)):
+            out = model(input_ids=IDS[:, start:end], past_key_values=out.past_key_values, use_cache=True)
+            parts.append(out.logits)
+        generated = model.generate(IDS[:, :20], max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert relative_error(torch.cat(parts, 1), whole) < 2e-5
+    assert generated.shape == (2, 25)
+
+
+def test_saved_again_and_loaded_it_is_the_same(base, tmp_path):
+    first = load_model(sliced(base, random_kept(base, 11), tmp_path))
+    first.save_pretrained(tmp_path / "again")
+    second = load_model(resolve_model(str(tmp_path / "again")))
+    assert torch.equal(logits(first, IDS), logits(second, IDS))
+
+
+def test_stock_fla_reads_the_configs_in_a_fresh_process(tmp_path):
+    """Shapes from stock fla's own constructors, on the meta device, against the sliced checkpoints'."""
+    models = {}
+    for name, (builder, config) in CASES.items():
+        (tmp_path / name).mkdir()
+        base = resolve_model(str(builder(tmp_path / name / "base", **config)))
+        models[name] = sliced(base, random_kept(base, 11), tmp_path / name)
+    program = """
+import json, sys, warnings, torch
+warnings.simplefilter("ignore")
+import fla.models
+from transformers import AutoConfig, AutoModelForCausalLM
+found = {}
+for name, path in json.load(sys.stdin).items():
+    config = AutoConfig.from_pretrained(path)
+    assert type(config).__module__.startswith("fla."), type(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found[name] = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps({name: str(model.path) for name, model in models.items()}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = json.loads(done.stdout.splitlines()[-1])
+    for name, model in models.items():
+        if model.config["tie_word_embeddings"]:
+            assert "lm_head.weight" not in model.tensors
+            wanted[name].pop("lm_head.weight")
+        assert {key: list(entry.shape) for key, (_header, entry) in model.tensors.items()} == wanted[name], name
+
+
+def test_value_heads_read_the_key_head_they_did(tmp_path):
+    """Swapping the two key heads' kept sets must change the result: the map of value to key heads is not lost."""
+    base = resolve_model(str(tiny_gated_deltanet(tmp_path / "base", num_heads=2, num_v_heads=4)))
+    kept = random_kept(base, 11)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    right = load_model(sliced(base, kept, tmp_path / "a"))
+    swapped = load_model(sliced(base, {index: rows.flip(0) for index, rows in kept.items()}, tmp_path / "b"))
+    assert relative_error(logits(swapped, IDS), logits(right, IDS)) > 1e-3
+
+
+def test_a_plan_counts_what_will_be_written(base, tmp_path):
+    selection = selection_of(base, random_kept(base, 8), tmp_path / "selection.safetensors")
+    plan = plan_slicing(base, selection)
+    small = sliced(base, random_kept(base, 8), tmp_path)
+    assert plan.bytes_after == sum(entry.nbytes for _header, entry in small.tensors.values())
+    layers = family_for(base.config).layers(base.config)
+    state = sum(layer.value_heads * 8 * layer.value_width * 4 for layer in layers)
+    assert plan.state_bytes_after == state
+    with torch.no_grad():
+        out = load_model(small)(input_ids=IDS[:1], use_cache=True)
+    held = [out.past_key_values.get(layer.index).recurrent for layer in layers]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in held) == state
+
+
+def test_bf16_is_cut_bit_for_bit(tmp_path):
+    source = resolve_model(str(tiny_gated_deltanet(tmp_path / "base32")))
+    load_model(source, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    base = resolve_model(str(tmp_path / "base"))
+    kept = random_kept(base, 11)
+    small = sliced(base, kept, tmp_path)
+    for layer in family_for(base.config).layers(base.config):
+        for member in layer.members:
+            old, new = (load_tensor(model, member.tensor) for model in (base, small))
+            assert old.dtype is torch.bfloat16
+            rows = torch.cat([kept[layer.index][head] + head * layer.key_width for head in range(layer.heads)])
+            assert torch.equal(new, old[rows])
+
+
+def load_tensor(source, name):
+    from safetensors import safe_open
+
+    with safe_open(read_header(source.tensors[name][0].path).path, framework="pt") as handle:
+        return handle.get_tensor(name)

@@ -1,0 +1,120 @@
+"""Which implementation `auto` takes, what a forced one says when it cannot run, and what is imported for it."""
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from lapkernels import KernelUnavailable, _triton
+from lapkernels.delta_rule import delta_rule, fla_backend, select_impl, why_not
+from lapkernels.testing import delta_rule_inputs
+
+CALL = {"key_width": 64, "time": 512, "gated": True}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with fla and a Hopper GPU, as far as the choice can see; returns what sets its triton."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        fla_backend.importlib.util, "find_spec", lambda name: None if name == "tilelang" else found(name) or object()
+    )
+    monkeypatch.setattr(fla_backend, "kernels_can_run", lambda device: True)
+    monkeypatch.setattr(fla_backend, "is_hopper", lambda index=0: True)
+
+    def set_triton(*version: int) -> None:
+        monkeypatch.setattr(fla_backend, "triton_version", lambda: version)
+
+    set_triton(3, 6, 0)
+    return set_triton
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"),
+    [((3, 3, 1), False), ((3, 4, 0), True), ((3, 6, 0), True), ((3, 7, 0), True), ((3, 7, 1), False), ((3, 9), False)],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_the_gated_backward_pass_that_is_wrong_on_hopper(hopper, version, wrong):
+    """Case 14: an error when forced, another choice for `auto`, with the reason; only with a gate and a gradient."""
+    hopper(*version)
+    choice = select_impl("cuda", torch.bfloat16, needs_gradient=True, **CALL)
+    assert choice.name == ("chunked" if wrong else "fla")
+    assert ("wrong on Hopper" in choice.reason) == wrong
+    forced = why_not("fla", "cuda", torch.bfloat16, key_width=64, gated=True, needs_gradient=True)
+    assert (forced is not None) == wrong
+    assert select_impl("cuda", torch.bfloat16, **CALL).name == "fla"
+    assert select_impl("cuda", torch.bfloat16, needs_gradient=True, **(CALL | {"gated": False})).name == "fla"
+
+
+def test_an_erase_direction_goes_through_the_gated_kernels(hopper):
+    choice = select_impl(
+        "cuda", torch.bfloat16, needs_gradient=True, erasing=True, **(CALL | {"gated": False})
+    )
+    assert choice.name == "chunked"
+
+
+def test_tilelang_mends_it(hopper, monkeypatch):
+    monkeypatch.setattr(fla_backend, "_tilelang_takes_over", lambda: True)
+    assert select_impl("cuda", torch.bfloat16, needs_gradient=True, **CALL).name == "fla"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "change", "name", "reason"),
+    [
+        ("cpu", torch.bfloat16, {}, "chunked", "needs a GPU"),
+        ("cpu", torch.float32, {"time": 1}, "reference", "one step"),
+        ("cuda", torch.float32, {}, "chunked", "TF32"),
+        ("cuda", torch.float64, {}, "chunked", "no kernel"),
+        ("cuda", torch.bfloat16, {"key_width": 320}, "chunked", "256"),
+        ("cuda", torch.bfloat16, {"time": 1}, "fla", "fastest"),
+        ("cuda", torch.bfloat16, {"time": 1, "erasing": True}, "reference", "one step"),
+    ],
+    ids=["cpu", "cpu_step", "fp32", "fp64", "wide", "gpu_step", "erasing_step"],
+)
+def test_what_auto_takes(hopper, device, dtype, change, name, reason):
+    choice = select_impl(device, dtype, **(CALL | change))
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+def test_a_forced_kernel_that_cannot_run_is_an_error():
+    with pytest.raises(KernelUnavailable, match="impl='fla'"):
+        delta_rule(**delta_rule_inputs(time=5).to(torch.float32).tensors(), impl="fla")
+
+
+def test_without_fla_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr(fla_backend.importlib.util, "find_spec", lambda name: None)
+    assert "pip install" in why_not("fla", "cuda", torch.bfloat16, key_width=64, gated=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("3.7.1", (3, 7, 1)), ("3.7.1+git5", (3, 7, 1)), ("3.4.0rc1", (3, 4, 0)), ("3.10", (3, 10))],
+    ids=str,
+)
+def test_versions_compare_as_numbers(text, version):
+    assert _triton.parse_version(text) == version
+
+
+def test_a_version_without_numbers_is_refused():
+    with pytest.raises(ValueError, match="not a version"):
+        _triton.parse_version("unknown")
+
+
+def test_the_package_runs_without_triton_fla_transformers_and_lapcli():
+    script = """
+        import sys
+        blocked = ("triton", "fla", "transformers", "lapcli")
+        for name in blocked:
+            sys.modules[name] = None
+        from lapkernels.delta_rule import delta_rule
+        from lapkernels.testing import delta_rule_inputs
+        inputs = delta_rule_inputs(time=9, erase="key").tensors()
+        for impl in ("auto", "reference", "chunked"):
+            assert delta_rule(**inputs, impl=impl).output.isfinite().all()
+        assert not any(sys.modules.get(name) for name in blocked)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)
