@@ -63,8 +63,4 @@ def kernels_can_run(device: torch.device | None = None) -> bool:
 @cache
 def is_hopper(index: int = 0) -> bool:
     """Whether CUDA device `index` is an NVIDIA Hopper (compute capability 9)."""
-    return (
-        torch.cuda.is_available()
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(index)[0] == 9
-    )
+    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] == 9

@@ -4,6 +4,7 @@ The recurrence here shares no line with `delta_rule.reference`: it applies the t
 that a slip in one of the two shows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -39,7 +40,7 @@ class DeltaRuleInputs:
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DeltaRuleInputs":
         """Detached copies in another dtype or place; the gate and the state stay fp32 or wider."""
-        moved = {}
+        moved: dict[str, Tensor] = {}
         for name, tensor in self.tensors().items():
             wide = name in ("g", "initial_state") and dtype not in (None, torch.float64)
             moved[name] = tensor.detach().to(device=device, dtype=torch.float32 if wide else dtype, copy=True)
@@ -96,15 +97,16 @@ def delta_rule_inputs(
     def unit(x: Tensor) -> Tensor:
         return x / x.norm(dim=-1, keepdim=True)
 
+    def per_head(x: Tensor, heads: int) -> Tensor:
+        return x.repeat_interleave(heads // x.shape[2], dim=2)
+
     q, k = unit(normal(batch, time, key_heads, key_width)), unit(normal(batch, time, key_heads, key_width))
     direction = None
     if erase is not None:
         heads = {"key": key_heads, "value": value_heads}[erase]
+        # A mix of 0.3 or more: below, an operator that pairs the wrong tokens would hardly show it.
         mix = 0.3 + 0.6 * uniform(batch, time, heads, 1)
-        direction = (k + mix * q) if heads == key_heads else None
-        if direction is None:
-            repeats = value_heads // key_heads
-            direction = k.repeat_interleave(repeats, 2) + mix * q.repeat_interleave(repeats, 2)
+        direction = per_head(k, heads) + mix * per_head(q, heads)
     return DeltaRuleInputs(
         q=q,
         k=k,
@@ -156,7 +158,7 @@ def transition_recurrence(
         own = inputs.erase.shape[2] == heads
         x = narrow(inputs.erase.double() if own else inputs.erase.double()[:, :, head])
     decay = torch.ones_like(beta) if inputs.g is None else inputs.g.double().exp()[..., None, None]
-    scale = width**-0.5 if scale is None else scale
+    factor: float = width**-0.5 if scale is None else scale
     state = inputs.initial_state
     if state is None:
         state = torch.zeros(*v.shape[::2], width, v.shape[3], dtype=torch.float64, device=v.device)
@@ -171,11 +173,13 @@ def transition_recurrence(
         else:
             found = x[:, t, :, None, :] @ narrow(decay[:, t] * state)
             state = decay[:, t] * state + column * narrow(beta[:, t] * (v[:, t, :, None, :] - found))
-        rows.append(scale * (q[:, t, :, None, :] @ narrow(state)).squeeze(-2))
+        rows.append(factor * (q[:, t, :, None, :] @ narrow(state)).squeeze(-2))
     return narrow(torch.stack(rows, dim=1)), state
 
 
-def output_state_and_gradients(run, inputs: DeltaRuleInputs, seed: int = 1) -> dict[str, Tensor]:
+def output_state_and_gradients(
+    run: Callable[[DeltaRuleInputs], tuple[Tensor, Tensor | None]], inputs: DeltaRuleInputs, seed: int = 1
+) -> dict[str, Tensor]:
     """Run an operator and a backward pass of random cotangents through it.
 
     Args:
@@ -188,6 +192,7 @@ def output_state_and_gradients(run, inputs: DeltaRuleInputs, seed: int = 1) -> d
     """
     inputs = inputs.requiring_grad()
     output, state = run(inputs)
+    assert state is not None, "the operator returned no final state"
     generator = torch.Generator().manual_seed(seed)
     cotangents = [
         torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device, x.dtype) for x in (output, state)

@@ -3,10 +3,13 @@
 That way: for each head, LAPACK's pivoted QR of a 5000 x K matrix of keys and queries, in fp32, and a whole new QR of
 that matrix at every exchange. `refactoring_rrqr` does so, written for this comparison, in fp64 as well, where its
 answer can be held against ours: a ratio is given only where both kept the same channels in every head timed.
+
+What is compared runs on one core, one head after the other, so that a ratio says nothing of how many cores there are
+or who else uses them; what the stage takes on all cores stands apart.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +19,7 @@ import torch
 
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors.base import HeadStatistics
-from lapcli.selectors.lapack import FloatArray, head_pool
+from lapcli.selectors.lapack import FloatArray, one_blas_thread
 from lapcli.selectors.registry import select_layer
 from lapcli.selectors.strong_rrqr import StrongRRQR, strong_rrqr_gram
 
@@ -57,12 +60,13 @@ class SelectionRow:
         width: K.
         kept: K'.
         swaps: exchanges that strong RRQR made, over all heads.
-        gram_seconds: the Gram sums, which calibration does in passing and no figure below includes.
-        choose_seconds: choosing alone: what the released way does.
-        seconds: `select_layer` as the stage calls it: choosing, singular values, bounds checked.
+        gram_seconds: the Gram sums, one core; calibration makes them in passing, and no figure below includes them.
+        choose_seconds: choosing alone, one core: all that the released way does.
+        check_seconds: choosing, singular values and bounds, one core.
+        stage_seconds: the same through `select_layer`, as the selection stage runs it, on all cores.
         released_heads: heads on which the released way was timed; its seconds are scaled up from them.
-        released_seconds: the released way, fp64.
-        released_fp32_seconds: the released way, fp32 as released.
+        released_seconds: the released way, fp64, one core.
+        released_fp32_seconds: the released way, fp32 as released, one core.
         same_sets: of the heads timed, in how many it kept what we keep, fp64.
         same_sets_fp32: likewise, fp32.
     """
@@ -74,7 +78,8 @@ class SelectionRow:
     swaps: int
     gram_seconds: float
     choose_seconds: float
-    seconds: float
+    check_seconds: float
+    stage_seconds: float
     released_heads: int
     released_seconds: float
     released_fp32_seconds: float
@@ -88,8 +93,8 @@ class SelectionRow:
 
     @property
     def ratio_with_bounds(self) -> float | None:
-        """The same, with the time for singular values and bounds, which the released way does not compute."""
-        return self._against(self.released_seconds, self.seconds)
+        """The same, with our time for singular values and bounds, which the released way does not compute."""
+        return self._against(self.released_seconds, self.check_seconds)
 
     @property
     def ratio_fp32(self) -> float | None:
@@ -158,9 +163,7 @@ def activations(rows: int, width: int, seed: int) -> FloatArray:
     return mixed / (1 + np.exp(-mixed))
 
 
-def refactoring_rrqr(
-    matrix: np.ndarray, k: int, f: float, most_swaps: int | None = None
-) -> tuple[np.ndarray, int]:
+def refactoring_rrqr(matrix: np.ndarray, k: int, f: float, most_swaps: int | None = None) -> tuple[np.ndarray, int]:
     """Strong RRQR with a whole QR of the matrix at the start and at every exchange, in the matrix's own dtype.
 
     Args:
@@ -237,43 +240,48 @@ def selection_benchmark(
 
 def _time_case(case: SelectionCase, repeats: int, released_heads: int) -> SelectionRow:
     heads = case.layers * case.heads
-    timed = np.unique(np.linspace(0, heads - 1, min(released_heads, heads)).astype(int))
-    watch = _Watch()
-    layers: list[HeadStatistics] = []
+    timed = set(np.linspace(0, heads - 1, min(released_heads, heads)).astype(int).tolist())
+    spent = dict.fromkeys(("gram", "released", "released_fp32"), 0.0)
+    keys, queries = [], []
     released: dict[int, np.ndarray] = {}
     released_fp32: dict[int, np.ndarray] = {}
-    for layer in range(case.layers):
-        keys, queries = [], []
-        for head in range(layer * case.heads, (layer + 1) * case.heads):
+    with one_blas_thread():
+        for head in range(heads):
             matrix = case.matrix(head)
             half = len(matrix) // 2
-            with watch.running("gram"):
+            with _adding(spent, "gram"):
                 keys.append(matrix[:half].T @ matrix[:half])
                 queries.append(matrix[half:].T @ matrix[half:])
             if head in timed:
-                with watch.running("released"):
+                with _adding(spent, "released"):
                     released[head], _ = refactoring_rrqr(matrix, case.kept, _F)
                 single = matrix.astype(np.float32)
-                with watch.running("released_fp32"):
+                with _adding(spent, "released_fp32"):
                     released_fp32[head], _ = refactoring_rrqr(single, case.kept, _F, _RELEASED_EXCHANGES)
-        layers.append(
-            HeadStatistics(
-                gram_key=torch.as_tensor(np.stack(keys)),
-                gram_query=torch.as_tensor(np.stack(queries)),
-                tokens=half,
-            )
-        )
 
-    choosing, whole = [], []
+    joint = [key + query for key, query in zip(keys, queries, strict=True)]
+    layers = [
+        HeadStatistics(
+            gram_key=torch.as_tensor(np.stack(keys[first : first + case.heads])),
+            gram_query=torch.as_tensor(np.stack(queries[first : first + case.heads])),
+        )
+        for first in range(0, heads, case.heads)
+    ]
+    choosing, checking, staging = [], [], []
     chosen: list[StrongRRQR] = []
     for _ in range(repeats):
-        start = time.perf_counter()
-        chosen = [found for layer in layers for found in _choose(layer, case.kept)]
-        choosing.append(time.perf_counter() - start)
+        with one_blas_thread():
+            start = time.perf_counter()
+            chosen = [strong_rrqr_gram(gram, case.kept, _F, measure=False) for gram in joint]
+            choosing.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            for gram in joint:
+                strong_rrqr_gram(gram, case.kept, _F)
+            checking.append(time.perf_counter() - start)
         start = time.perf_counter()
         for number, layer in enumerate(layers):
             select_layer("drrqr", layer, case.kept, f=_F, layer=number)
-        whole.append(time.perf_counter() - start)
+        staging.append(time.perf_counter() - start)
 
     scale = heads / len(timed)
     return SelectionRow(
@@ -282,35 +290,21 @@ def _time_case(case: SelectionCase, repeats: int, released_heads: int) -> Select
         width=case.width,
         kept=case.kept,
         swaps=sum(found.swaps for found in chosen),
-        gram_seconds=watch.seconds["gram"],
+        gram_seconds=spent["gram"],
         choose_seconds=float(np.median(choosing)),
-        seconds=float(np.median(whole)),
+        check_seconds=float(np.median(checking)),
+        stage_seconds=float(np.median(staging)),
         released_heads=len(timed),
-        released_seconds=watch.seconds["released"] * scale,
-        released_fp32_seconds=watch.seconds["released_fp32"] * scale,
+        released_seconds=spent["released"] * scale,
+        released_fp32_seconds=spent["released_fp32"] * scale,
         same_sets=sum(np.array_equal(chosen[head].kept, kept) for head, kept in released.items()),
         same_sets_fp32=sum(np.array_equal(chosen[head].kept, kept) for head, kept in released_fp32.items()),
     )
 
 
-def _choose(layer: HeadStatistics, kept: int) -> list[StrongRRQR]:
-    """Choose for one layer without measuring what was achieved."""
-    assert layer.gram_key is not None, "the case has keys"
-    assert layer.gram_query is not None, "the case has queries"
-    joint = (layer.gram_key + layer.gram_query).numpy()
-    with head_pool(len(joint)) as run:
-        return list(run(lambda gram: strong_rrqr_gram(gram, kept, _F, measure=False), joint))
-
-
-class _Watch:
-    """Adds up seconds under names."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def running(self, name: str) -> Iterator[None]:
-        """Count the time of the block."""
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+@contextmanager
+def _adding(spent: dict[str, float], name: str) -> Generator[None]:
+    """Add the time of the block to an entry."""
+    start = time.perf_counter()
+    yield
+    spent[name] += time.perf_counter() - start

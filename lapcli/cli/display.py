@@ -109,14 +109,14 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stderr; the first column is left-aligned, the others right."""
+def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:
+    """Print a table on stderr; the first `text_columns` columns are left-aligned, the others right."""
     from rich import box
     from rich.table import Table
 
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        drawn.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+        drawn.add_column(column, justify="left" if number < text_columns else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     console().print(drawn)

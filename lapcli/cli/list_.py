@@ -35,7 +35,7 @@ def run(
     if as_json:
         display.emit([dict(zip(columns, row, strict=True)) for row in rows])
     else:
-        display.table(None, columns, rows)
+        display.table(None, columns, rows, text_columns=len(columns))
 
 
 def _families() -> tuple[list[str], list[list[str]]]:

@@ -16,7 +16,7 @@ RUN_WORDS = 13
 MIN_WORDS = 4
 
 _WORD = re.compile(r"[^\W_]+")
-_BREAK = re.compile(r"(\n[ \t\r\f\v]*\n\s*)")
+_BREAK = re.compile(r"(\n(?:[ \t\r\f\v]*\n)+)")
 
 
 def words_of(text: str) -> list[str]:
@@ -50,9 +50,7 @@ class HeldOutIndex:
 
     def __init__(self, texts: Iterable[str]):
         self._paragraphs: set[tuple[str, ...]] = set()
-        self._runs: dict[int, set[tuple[str, ...]]] = {
-            length: set() for length in range(MIN_WORDS, RUN_WORDS + 1)
-        }
+        self._runs: dict[int, set[tuple[str, ...]]] = {length: set() for length in range(MIN_WORDS, RUN_WORDS + 1)}
         for text in texts:
             self._paragraphs.update(tuple(words_of(part)) for part in paragraphs_of(text))
             words = words_of(text)

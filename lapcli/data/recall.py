@@ -19,6 +19,7 @@ from functools import cache
 from typing import NamedTuple
 
 from lapcli.data.builtin import builtin_train
+from lapcli.data.words import ADJECTIVES, NOUNS
 from lapcli.errors import DataError
 
 RULER_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -42,6 +43,9 @@ RULER_NOISE = (
     "There and back again.",
 )
 
+MIN_CHARACTERS = 450
+"""The shortest document that can be asked for: RULER's prompt alone takes so many."""
+
 # What is stated, how it is asked for, and what stands before the value in the answer.
 _WORDINGS = (
     ("The code for {key} is {value}.", "What is the code for {key}?", "The code for {key} is"),
@@ -64,9 +68,7 @@ _ENTRIES = (
     ("the number of {key} is {value}", "the number of {key} is"),
     ("for {key} take {value};", "for {key} take"),
 )
-_ADJECTIVES = ["amber", "ancient", "arid", "austere", "blunt", "brazen", "brisk", "broad", "calm", "careful", "cheerful", "clever", "cloudy", "coarse", "cold", "copper", "crimson", "curious", "dapper", "deep", "distant", "dusty", "eager", "early", "earnest", "elder", "faint", "feral", "fierce", "fluid", "foggy", "frank", "fresh", "frozen", "gentle", "gilded", "gleaming", "golden", "grand", "grave", "hasty", "hidden", "hollow", "honest", "humble", "icy", "idle", "inland", "ivory", "jolly", "keen", "kind", "late", "lavish", "lean", "level", "light", "little", "lively", "lonely", "long", "loose", "loud", "lucid", "lunar", "mellow", "mild", "misty", "modest", "muted", "narrow", "neat", "nimble", "noble", "northern", "odd", "olive", "open", "pale", "patient", "plain", "polite", "proud", "quick", "quiet", "rapid", "rare", "ready", "rigid", "rising", "robust", "rough", "round", "royal", "rustic", "sandy", "scarlet", "secret", "serene", "sharp", "short", "shy", "silent", "silver", "simple", "sleepy", "slender", "slow", "smooth", "sober", "solar", "solid", "sour", "southern", "spare", "spotted", "stark", "steady", "steep", "stern", "still", "stout", "strange", "sturdy", "subtle", "sudden", "sunny", "swift", "tall", "tame", "tender", "thick", "thin", "tidy", "tiny", "tough", "upper", "useful", "vague", "vast", "velvet", "violet", "vivid", "warm", "wary", "weary", "western", "white", "wide", "wild", "wise", "witty", "wooden", "worthy", "young", "zealous"]
-_NOUNS = ["acorn", "anchor", "anvil", "apple", "arch", "arrow", "badge", "banner", "barge", "barn", "barrel", "basin", "basket", "bath", "beacon", "bead", "bell", "bench", "berry", "blade", "blanket", "bolt", "book", "bottle", "bowl", "branch", "brick", "bridge", "brook", "broom", "brush", "bucket", "button", "cabin", "cable", "candle", "canoe", "canvas", "carpet", "cart", "castle", "cave", "cellar", "chain", "chair", "chalk", "chart", "chest", "church", "circle", "cliff", "clock", "cloud", "coach", "coat", "coin", "comet", "copper", "cord", "cottage", "crane", "creek", "crown", "curtain", "desk", "dial", "dome", "door", "drum", "engine", "fabric", "falcon", "farm", "feather", "fence", "ferry", "field", "flag", "flame", "flask", "flute", "forest", "forge", "fountain", "fox", "galley", "garden", "gate", "glove", "goat", "grain", "grove", "guitar", "hammer", "harbor", "harp", "hat", "hedge", "heron", "hill", "hinge", "horn", "horse", "house", "inkwell", "island", "jacket", "jar", "kettle", "key", "kite", "ladder", "lake", "lamp", "lantern", "leaf", "ledger", "lemon", "letter", "lever", "library", "lily", "lion", "locket", "loom", "magnet", "map", "marble", "market", "mask", "mast", "meadow", "medal", "mill", "mirror", "mitten", "mountain", "museum", "needle", "nest", "net", "oak", "oar", "orchard", "organ", "otter", "oven", "owl", "paddle", "palace", "parcel", "path", "pearl", "pebble", "pen", "pillow", "pine", "pistol", "plate", "plough", "pocket", "pond", "port", "prism", "pump", "quarry", "quill", "raft", "rail", "raven", "ribbon", "ring", "river", "road", "robe", "rocket", "roof", "rope", "rose", "saddle", "sail", "scale", "school", "shelf", "shell", "ship", "shoe", "shovel", "sled", "spade", "spear", "spoon", "spring", "stable", "stair", "statue", "stone", "stove", "street", "sword", "table", "temple", "tent", "thread", "throne", "tile", "timber", "torch", "tower", "train", "tray", "trunk", "tunnel", "turnip", "valley", "vase", "veil", "vessel", "village", "violin", "wagon", "wall", "well", "whale", "wharf", "wheel", "whistle", "willow", "window", "wing", "wolf", "yard"]
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])")
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”)\]]))\s+(?=[\"'“(\[]?[A-Z0-9])")
 _PLAIN_WORD = re.compile(r"[A-Za-z][a-z]{3,}")
 
 
@@ -156,7 +158,7 @@ class Haystack:
             found = _PLAIN_WORD.findall(rng.choice(self.sentences))
             if found:
                 return rng.choice(found)
-        return rng.choice(_NOUNS)
+        return rng.choice(NOUNS)
 
 
 class _NoiseHaystack:
@@ -164,7 +166,7 @@ class _NoiseHaystack:
 
     def stretch(self, rng: random.Random, size: int) -> list[str]:
         group = sum(len(sentence) + 1 for sentence in RULER_NOISE)
-        return list(RULER_NOISE) * (size // group)
+        return [*RULER_NOISE] * (size // group)
 
 
 def split_sentences(text: str) -> list[str]:
@@ -191,25 +193,26 @@ def recall_documents(
 
     Yields:
         `RecallDocument`s, each with at least one answer.
+
+    Raises:
+        DataError: a size below `MIN_CHARACTERS`.
     """
     rng = random.Random(seed)
     hay = haystack or _builtin_haystack()
     weights = mix or RecallMix()
     layouts = {"list": weights.list, "text": weights.text, "ruler": weights.ruler}
+    layouts_by_name = {"list": _list_document, "text": _text_document, "ruler": _ruler_document}
     while True:
         limit = size(rng) if callable(size) else size
+        if limit < MIN_CHARACTERS:
+            raise DataError(f"a recall document of {limit} characters is asked for; it takes {MIN_CHARACTERS}.")
         layout = rng.choices(list(layouts), list(layouts.values()))[0]
-        if layout == "list":
-            yield _list_document(rng, hay, limit, weights)
-        elif layout == "text":
-            yield _text_document(rng, hay, limit, weights)
-        else:
-            yield _ruler_document(rng, hay, limit, weights)
+        document = layouts_by_name[layout](rng, hay, limit, weights)
+        if len(document.text) <= limit:
+            yield document
 
 
-def ruler_single(
-    sentences: Sequence[str], needle: Needle, depth: float, *, joiner: str = " "
-) -> RecallDocument:
+def ruler_single(sentences: Sequence[str], needle: Needle, depth: float, *, joiner: str = " ") -> RecallDocument:
     """RULER's single-needle prompt with its answer.
 
     Args:
@@ -237,7 +240,7 @@ def random_number(rng: random.Random, digits: int = 7) -> str:
 
 def random_key(rng: random.Random) -> str:
     """A key as RULER makes them: adjective-noun."""
-    return f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
 @cache
@@ -292,7 +295,7 @@ def _key(rng: random.Random, hay: Haystack) -> str:
         return hay.word(rng)
     if draw < 0.9:
         return f"{hay.word(rng)} {hay.word(rng)}"
-    return f"{rng.choice(_NOUNS)} {random_number(rng, rng.randint(1, 3))}"
+    return f"{rng.choice(NOUNS)} {random_number(rng, rng.randint(1, 3))}"
 
 
 def _needles(rng: random.Random, hay: Haystack, count: int, kind: str | None = None) -> list[Needle]:

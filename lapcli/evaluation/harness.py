@@ -103,6 +103,10 @@ def load_task(name: str, harness_name: str, task_data: Path | None) -> HarnessTa
             loaded = manager.load([spec])
         except LapcliError:
             raise
+        except ImportError as error:
+            raise ModelError(
+                f"{name} needs a package that is not installed ({_first_line(error)})", "install it beside lm-eval"
+            ) from error
         # Data sets fail in as many ways as they have builders; each means that the data is not to be had.
         except Exception as error:
             raise _unavailable(name, harness_name, data_sets, error) from error
@@ -157,7 +161,8 @@ def measure_harness(
             reporter=reporter,
             audible=quiet.audible,
         )
-        found = run(lm=model, task_dict=task.loaded, limit=settings.limit, bootstrap_iters=0, log_samples=True)
+        loaded_tasks: Any = task.loaded
+        found: Any = run(lm=model, task_dict=loaded_tasks, limit=settings.limit, bootstrap_iters=0, log_samples=True)
     assert found is not None
     shared = {
         "max_length": max_length,
@@ -171,19 +176,22 @@ def measure_harness(
     names = list(task.loaded["tasks"])
     for name, part in task.loaded["tasks"].items():
         shown = task.name if names == [name] else name
-        scores += _scores(shown, name, part, found, shared)
+        scores += _scores(shown, name, part, found, shared, settings.seed)
     for name in task.loaded.get("groups", {}):
         scores += _group_scores(name, found, shared)
     return scores
 
 
-def _scores(shown: str, name: str, task: Any, found: Mapping[str, Any], shared: Mapping[str, Any]) -> list[Score]:
+def _scores(
+    shown: str, name: str, task: Any, found: Mapping[str, Any], shared: Mapping[str, Any], seed: int
+) -> list[Score]:
     samples = found["samples"][name]
     settings = {
         **shared,
         "data": _samples_digest(samples),
         "version": str(found["versions"].get(name)),
         "num_fewshot": task.get_config("num_fewshot"),
+        "seed": seed if task.get_config("num_fewshot") else None,
     }
     scores: list[Score] = []
     for entry, value in found["results"][name].items():
@@ -298,13 +306,16 @@ def _with_override(manager: Any, name: str, override: Mapping[str, Any]) -> dict
 
 def _unavailable(name: str, harness_name: str, data_sets: Sequence[str], error: Exception) -> DataError:
     layouts = describe_layouts(harness_name, next(iter(data_sets), None))
-    first = (str(error).splitlines() or [type(error).__name__])[0]
     return DataError(
-        f"the data of {name} could not be loaded ({first})",
+        f"the data of {name} could not be loaded ({_first_line(error)})",
         f"give a local copy with --task-data DIR: {layouts}; or run with a network"
         if layouts
         else "it needs a network: the hub serves its data sets",
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _installed() -> bool:
@@ -333,10 +344,10 @@ def _quiet() -> Iterator[_Quiet]:
 
     quiet = _Quiet(sys.stdout, sys.stderr)
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
-    saved = [(logger, logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+    saved = [(logger, logger.propagate, list(logger.handlers)) for logger in loggers]
     try:
         for logger in loggers:
-            # Raising the level is not enough: these libraries set levels on loggers below their first.
+            # Raising its level would not do: a logger below it may have one of its own.
             logger.handlers = [logging.NullHandler()]
             logger.propagate = False
         with (
@@ -347,8 +358,8 @@ def _quiet() -> Iterator[_Quiet]:
             warnings.simplefilter("ignore")
             yield quiet
     finally:
-        for logger, level, propagate, handlers in saved:
-            logger.level, logger.propagate, logger.handlers = level, propagate, handlers
+        for logger, propagate, handlers in saved:
+            logger.propagate, logger.handlers = propagate, handlers
 
 
 @contextlib.contextmanager

@@ -3,13 +3,15 @@
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import lapcli
 from lapcli.data.builtin import heldout_builtin_text
-from lapcli.errors import UsageError
+from lapcli.data.documents import Document
+from lapcli.errors import DataError, UsageError
 from lapcli.evaluation.harness import check_names, load_task, measure_harness
 from lapcli.evaluation.local_data import read_documents
 from lapcli.evaluation.niah import measure_niah
@@ -21,8 +23,6 @@ from lapcli.evaluation.tasks import TEXT_PREFIX, TaskInfo, parse_tasks
 from lapcli.reporting import Reporter, SilentReporter
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lapcli.families.loading import ModelSource
 
 Measure = Callable[[LoadedModel], list[Score]]
@@ -219,13 +219,11 @@ def _prepare(
     )
 
 
-def _documents(path: "Path | str | None") -> list[Any]:
-    from pathlib import Path
-
+def _documents(path: Path | str | None) -> list[Document]:
     if path is None:
         return heldout_builtin_text()
     if not Path(path).is_file():
-        raise UsageError(f"{path} is no file")
+        raise DataError(f"{path} is no file")
     return read_documents(Path(path))
 
 

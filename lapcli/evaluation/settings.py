@@ -36,7 +36,7 @@ class EvaluationSettings:
     bos: Bos = "auto"
     limit: int | None = None
     niah_lengths: tuple[int, ...] = (512, 1024, 2048)
-    niah_samples: int = 50
+    niah_samples: int = 25
     niah_haystack: Path | None = None
     seed: int = 0
 

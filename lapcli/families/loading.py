@@ -93,9 +93,11 @@ def load_model(
                 "install a version that does, or pass --trust-remote-code if the model brings its own code",
             ) from error
         raise load_failure(source, error) from error
+    model = model.to(device).eval()
     if own is not None:
+        # After the move: whether a kernel can run depends on the device.
         model.set_kernel(kernel)
-    return model.to(device).eval()
+    return model
 
 
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":

@@ -124,9 +124,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             )
         mixers = self.mixers()
         for mixer in mixers:
-            why = why_not(
-                name, self.device, self.dtype, key_width=mixer.shape.key_width, gated=mixer.gated
-            )  # fmt: skip
+            why = why_not(name, self.device, self.dtype, key_width=mixer.shape.key_width, gated=mixer.gated)
             if why is not None:
                 raise ModelError(f"kernel '{name}' cannot run here: {why}", "use --kernel auto")
         for mixer in mixers:
@@ -211,16 +209,14 @@ class RecurrentModel(RecurrentPreTrainedModel):
         for block in self.layers:
             if output_hidden_states:
                 seen.append(hidden_states.view(rows, time, -1))
-            hidden_states = block(
-                hidden_states, padding=padding, packing=packing, cache=cache, use_cache=use_cache
-            )
+            hidden_states = block(hidden_states, padding=padding, packing=packing, cache=cache, use_cache=use_cache)
         hidden_states = self.norm(hidden_states).view(rows, time, -1)
         if use_cache and cache is not None:
             cache.advance(time)
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             hidden_states=(*seen, hidden_states) if output_hidden_states else None,
-            **{_CACHE_FIELD: cache if use_cache else None},
+            **_cache_field(cache if use_cache else None),
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
 
@@ -320,10 +316,10 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             targets = next_token_labels(labels.to(logits.device), padding, packing)
             loss = cross_entropy(logits, targets, num_items_in_batch)
         output = CausalLMOutputWithPast(
-            loss=loss,  # pyright: ignore[reportArgumentType]
+            loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
-            **{_CACHE_FIELD: outputs.get(_CACHE_FIELD)},
+            **_cache_field(outputs.get(_CACHE_FIELD)),
         )
         return output if _wants_dict(return_dict, self.config) else output.to_tuple()
 
@@ -349,6 +345,10 @@ def read_layout(
     if padding is not None and packing is not None:
         raise ModelError("cu_seqlens with padding in attention_mask: leave the padding out of the packed row")
     return padding, packing
+
+
+def _cache_field(cache: Any) -> dict[str, Any]:
+    return {_CACHE_FIELD: cache}
 
 
 def _one_cache(cache: Any, past_key_values: Any) -> RecurrentCache | None:

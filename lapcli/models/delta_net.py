@@ -129,13 +129,13 @@ class DeltaNetConfig(PretrainedConfig):
         self.use_l2warp = use_l2warp
         self.vocab_size = vocab_size
         self.attnres_block_size = attnres_block_size
-        super().__init__(
-            pad_token_id=pad_token_id,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **kwargs,
-        )
+        kwargs |= {
+            "pad_token_id": pad_token_id,
+            "bos_token_id": bos_token_id,
+            "eos_token_id": eos_token_id,
+            "tie_word_embeddings": tie_word_embeddings,
+        }
+        super().__init__(**kwargs)
 
 
 def delta_net_shape(config: DeltaNetConfig) -> MixerShape:
@@ -150,10 +150,12 @@ def delta_net_shape(config: DeltaNetConfig) -> MixerShape:
         channels = round(exact)
         if not math.isclose(exact, channels):
             raise ModelError(
-                f"{field} = {factor} times hidden_size = {config.hidden_size} is {exact}, not a whole number of channels"
+                f"{field} = {factor} times hidden_size = {config.hidden_size} is {exact}, no whole number of channels"
             )
         if channels % config.num_heads:
-            raise ModelError(f"{field} = {factor} gives {channels} channels, which {config.num_heads} heads do not share")
+            raise ModelError(
+                f"{field} = {factor} gives {channels} channels, which {config.num_heads} heads do not share"
+            )
         widths.append(channels // config.num_heads)
     return MixerShape(config.num_heads, config.num_heads, *widths)
 

@@ -124,13 +124,13 @@ class GatedDeltaNetConfig(PretrainedConfig):
         self.vocab_size = vocab_size
         self.attnres_block_size = attnres_block_size
         self.output_gate_activation = output_gate_activation
-        super().__init__(
-            pad_token_id=pad_token_id,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **kwargs,
-        )
+        kwargs |= {
+            "pad_token_id": pad_token_id,
+            "bos_token_id": bos_token_id,
+            "eos_token_id": eos_token_id,
+            "tie_word_embeddings": tie_word_embeddings,
+        }
+        super().__init__(**kwargs)
 
 
 def gated_deltanet_shape(config: GatedDeltaNetConfig) -> MixerShape:
@@ -147,9 +147,7 @@ def gated_deltanet_shape(config: GatedDeltaNetConfig) -> MixerShape:
             f"{config.head_dim * config.expand_v}, not a whole value width"
         )
     if value_heads % config.num_heads:
-        raise ModelError(
-            f"num_v_heads = {value_heads} is no multiple of num_heads = {config.num_heads}"
-        )
+        raise ModelError(f"num_v_heads = {value_heads} is no multiple of num_heads = {config.num_heads}")
     return MixerShape(config.num_heads, value_heads, config.head_dim, value_width)
 
 
@@ -191,8 +189,8 @@ class GatedDeltaNetMixer(DeltaRuleMixer):
     def strength_and_decay(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """`beta = sigmoid(b)` (twice that with negative eigenvalues), `g = -exp(A_log) softplus(a + dt_bias)`."""
         beta = self.strength * widened(self.b_proj(hidden_states)).sigmoid()
-        step = F.softplus(widened(self.a_proj(hidden_states)) + widened(self.dt_bias))
-        return beta, -widened(self.A_log).exp() * step
+        step = F.softplus(widened(self.a_proj(hidden_states)) + self.dt_bias.to(beta.dtype))
+        return beta, -self.A_log.to(beta.dtype).exp() * step
 
 
 class GatedDeltaNetPreTrainedModel(RecurrentPreTrainedModel):

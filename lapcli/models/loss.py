@@ -1,6 +1,5 @@
 """Cross entropy of the next token, over the positions that have one."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,9 +10,7 @@ IGNORED = -100
 """A label that does not count, as in transformers."""
 
 
-def next_token_labels(
-    labels: Tensor, padding: Padding | None = None, packing: Packing | None = None
-) -> Tensor:
+def next_token_labels(labels: Tensor, padding: Padding | None = None, packing: Packing | None = None) -> Tensor:
     """Labels shifted to the position that predicts them.
 
     A position is ignored when its label is, when there is no next token, when it or its next token is padding, and
@@ -45,11 +42,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, items: int | Tensor | None = 
         targets: `[...]`, as `next_token_labels` gives them.
         items: divide the sum by this count instead (gradient accumulation).
     """
-    total = F.cross_entropy(
-        widened(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    total = F.cross_entropy(widened(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     if items is None:
         items = (targets != IGNORED).sum().clamp(min=1)
-    elif isinstance(items, torch.Tensor):
+    elif isinstance(items, Tensor):
         items = items.to(total.device)
     return total / items

@@ -1,5 +1,6 @@
 """Which positions of the rows at hand are tokens, and where one sequence ends and the next begins."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -74,9 +75,7 @@ class Packing:
         return self.cu_seqlens[:-1].to(device)
 
     @classmethod
-    def of(
-        cls, cu_seqlens: Tensor | None, position_ids: Tensor | None, rows: int, time: int
-    ) -> "Packing | None":
+    def of(cls, cu_seqlens: Tensor | None, position_ids: Tensor | None, rows: int, time: int) -> "Packing | None":
         """Read boundaries, or positions that start again from 0 within a row (several rows are laid in one).
 
         Returns:
@@ -89,7 +88,7 @@ class Packing:
             bounds = cu_seqlens.tolist()
             if rows != 1:
                 raise ModelError(f"cu_seqlens is for sequences packed in one row, and there are {rows} rows")
-            if bounds[0] != 0 or bounds[-1] != time or any(b <= a for a, b in zip(bounds, bounds[1:], strict=False)):
+            if bounds[0] != 0 or bounds[-1] != time or any(b <= a for a, b in itertools.pairwise(bounds)):
                 raise ModelError(f"cu_seqlens should rise strictly from 0 to {time}; it is {bounds}")
         elif position_ids is not None and position_ids.ndim == 2 and time > 1:
             restarts = position_ids.cpu() == 0

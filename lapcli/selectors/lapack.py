@@ -7,7 +7,7 @@ splits a 128 x 128 product over every core of a large machine waits longer than 
 import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -105,10 +105,16 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
+def one_blas_thread() -> AbstractContextManager[Any]:
+    """Within it, BLAS and LAPACK run on the thread that calls them."""
+    limiter: AbstractContextManager[Any] = _thread_pools().limit(limits=1, user_api="blas")
+    return limiter
+
+
 @contextmanager
 def head_pool(heads: int) -> Generator[Callable[..., Iterator[Any]]]:
     """Yield a `map` that works on heads side by side, one BLAS thread each, results in order."""
-    with _thread_pools().limit(limits=1, user_api="blas"):
+    with one_blas_thread():
         workers = min(heads, usable_cores())
         if workers <= 1:
             yield map

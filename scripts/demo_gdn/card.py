@@ -66,7 +66,7 @@ nothing after its sources. Context beyond 1024 tokens was not trained on. Not fo
     python scripts/train_demo_gdn.py train --data DATA --builtin builtin.jsonl --output OUT --minutes {minutes}
 
 on one GPU. The schedule follows the clock, so weights differ from run to run; figures hardly do.
-"""
+"""  # noqa: E501 -- rows of Markdown tables cannot be broken
 
 
 def write_card(output: Path, log: dict[str, Any], config: Any, *, modern: tuple[str, ...]) -> None:

@@ -145,8 +145,7 @@ def build_corpus(
         haystack_heldout=[text[20_000:220_000] for text in texts["books_valid"]],
         characters={name: sum(map(len, texts[name])) for name in texts},
         report={
-            "sha256": {name: _sha256(data / file) for name, file in FILES.items()}
-            | {"builtin": _sha256(builtin_file)},
+            "sha256": {name: _sha256(data / file) for name, file in FILES.items()} | {"builtin": _sha256(builtin_file)},
             "builtin_python": builtin.python,
             "paragraphs_dropped_for_heldout_builtin": dropped,
             "tokens": {name: len(stream) for name, stream in streams.items()},
@@ -225,20 +224,12 @@ def _excerpts(texts: list[str], rng: random.Random, characters: int, length: int
 def _sample(texts: dict[str, list[str]], rng: random.Random, characters: int) -> list[str]:
     """The tokenizer's sample: half of it books, half modern text."""
     shares = {"books": 0.5, "techdocs": 0.2, "openstax": 0.1, "wiki": 0.16, "builtin": 0.04}
-    return [
-        text
-        for name, share in shares.items()
-        for text in _excerpts(texts[name], rng, int(characters * share))
-    ]
+    return [text for name, share in shares.items() for text in _excerpts(texts[name], rng, int(characters * share))]
 
 
 def _haystack(texts: dict[str, list[str]], rng: random.Random, characters: int) -> list[str]:
     shares = {"books": 0.6, "techdocs": 0.15, "openstax": 0.1, "wiki": 0.1, "builtin": 0.05}
-    return [
-        text
-        for name, share in shares.items()
-        for text in _excerpts(texts[name], rng, int(characters * share))
-    ]
+    return [text for name, share in shares.items() for text in _excerpts(texts[name], rng, int(characters * share))]
 
 
 def _tokenise_shard(arguments: tuple[str, list[str]]) -> np.ndarray:

@@ -59,9 +59,7 @@ class Measurement:
         for part in torch.arange(count).split(max(1, _BATCH_TOKENS // length)):
             logits = self._logits(network, inputs[part])
             total += float(
-                torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), targets[part].flatten(), reduction="sum"
-                )
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[part].flatten(), reduction="sum")
             )
         return math.exp(total / (count * length))
 

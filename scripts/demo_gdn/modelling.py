@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ def demo_config(tokenizer_json: str | None, vocab_size: int, *, tiny: bool) -> G
     if tokenizer_json is not None:
         tokenizer = load_tokenizer_json(tokenizer_json)
         boundary, padding = tokenizer.token_to_id(BOUNDARY), tokenizer.token_to_id(PADDING)
-    size: dict[str, int] = (
+    size: dict[str, Any] = (
         {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 32, "intermediate_size": 128}
         if tiny
         else {"hidden_size": 256, "num_hidden_layers": 6, "num_heads": 4, "head_dim": 64, "intermediate_size": 768}
@@ -41,15 +42,15 @@ def demo_config(tokenizer_json: str | None, vocab_size: int, *, tiny: bool) -> G
     )
 
 
-def fresh_model(config: GatedDeltaNetConfig, device: torch.device, seed: int) -> GatedDeltaNetForCausalLM:
-    """A model at its start, fp32.
+def fresh_model(config: GatedDeltaNetConfig, device: torch.device, seed: int) -> Any:
+    """A `GatedDeltaNetForCausalLM` at its start, fp32.
 
     Beside the usual start: output projections are scaled down by depth, and the heads' decays begin at half-lives
     spread evenly (in logarithm) from 8 to 2048 tokens, so that every layer has a head that remembers from the
     first step.
     """
     torch.manual_seed(seed)
-    model = GatedDeltaNetForCausalLM(config)
+    model: Any = GatedDeltaNetForCausalLM(config)
     with torch.no_grad():
         for block in model.model.layers:
             for projection in (block.attn.o_proj, block.mlp.down_proj):
@@ -83,16 +84,15 @@ def make_optimiser(model: nn.Module, device: torch.device, *, muon_rate: float, 
 def stored_weights(model: nn.Module) -> dict[str, Tensor]:
     """The state dict as it is stored: bf16, but fp32 for what sets the decays, where bf16 has too few digits."""
     return {
-        name: tensor.detach().float().cpu()
-        if name.endswith(("A_log", "dt_bias"))
-        else tensor.detach().bfloat16().cpu()
+        name: tensor.detach().float().cpu() if name.endswith(("A_log", "dt_bias")) else tensor.detach().bfloat16().cpu()
         for name, tensor in model.state_dict().items()
     }
 
 
 def save_model(model: GatedDeltaNetForCausalLM, output: Path) -> None:
     """Write `model.safetensors`, `config.json` and `generation_config.json`."""
-    copy = GatedDeltaNetForCausalLM(model.config).to(torch.bfloat16)
+    copy: Any = GatedDeltaNetForCausalLM(model.config)
+    copy.to(torch.bfloat16)
     weights = stored_weights(model)
     copy.load_state_dict(weights)
     for name, parameter in copy.named_parameters():

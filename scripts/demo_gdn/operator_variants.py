@@ -15,6 +15,8 @@ from demo_gdn.inverse_kernel import unit_lower_inverse_kernel
 from lapcli.models import GatedDeltaNetForCausalLM
 from lapkernels.delta_rule import chunked
 
+_kernel: Any = unit_lower_inverse_kernel
+
 VARIANTS = ("chunked", "products", "triton", "fla")
 """`chunked` as lapkernels has it; `products` and `triton` with another inverse; fla's kernels."""
 
@@ -47,7 +49,7 @@ def inverse_by_triton(a: Tensor) -> Tensor:
     """The same for contiguous fp32 `[..., C, C]` on a GPU, each matrix inverted on chip."""
     inverse = torch.empty_like(a)
     width = a.shape[-1]
-    unit_lower_inverse_kernel[(a.numel() // (width * width),)](a, inverse, C=width, LEVELS=width.bit_length() - 1)
+    _kernel[(a.numel() // (width * width),)](a, inverse, C=width, LEVELS=width.bit_length() - 1)
     return inverse
 
 
@@ -77,4 +79,3 @@ class _ByTriton(torch.autograd.Function):
 
 def _gradient(inverse: Tensor, gradient: Tensor) -> Tensor:
     return -(inverse.mT @ gradient @ inverse.mT).tril(-1)
-

@@ -3,6 +3,9 @@
 Rates are tensors, so that a captured step reads the current ones.
 """
 
+# torch has the `_foreach` functions under no other name.
+# pyright: reportPrivateImportUsage=false
+
 from collections import defaultdict
 
 import torch
@@ -58,13 +61,11 @@ class MuonAdamW:
         clip: float = 1.0,
     ):
         self.progress_scale = torch.ones((), device=device)
-        self._groups: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+        self._groups: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for parameter in matrices:
             self._groups[tuple(parameter.shape)].append(parameter)
-        self._momenta = {
-            shape: torch.zeros(len(group), *shape, device=device) for shape, group in self._groups.items()
-        }
-        self._others = [parameter for parameter, _ in others]
+        self._momenta = {shape: torch.zeros(len(group), *shape, device=device) for shape, group in self._groups.items()}
+        self._others: list[Tensor] = [parameter for parameter, _ in others]
         self._factors = [factor for _, factor in others]
         self._first = [torch.zeros_like(parameter) for parameter in self._others]
         self._second = [torch.zeros_like(parameter) for parameter in self._others]
@@ -73,7 +74,7 @@ class MuonAdamW:
         self._momentum, self._betas, self._decay, self._clip = momentum, betas, decay, clip
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[Tensor]:
         """All parameters."""
         return [parameter for group in self._groups.values() for parameter in group] + self._others
 
@@ -86,13 +87,13 @@ class MuonAdamW:
     @torch.no_grad()
     def step(self) -> Tensor:
         """Update every parameter from its gradient; return the gradients' norm before clipping."""
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients = [_gradient(parameter) for parameter in self.parameters]
         norms = torch._foreach_norm(gradients)
         norm = torch.linalg.vector_norm(torch.stack(norms))
         torch._foreach_mul_(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))
 
         for shape, group in self._groups.items():
-            gradient = torch.stack([parameter.grad for parameter in group])
+            gradient = torch.stack([_gradient(parameter) for parameter in group])
             momentum = self._momenta[shape]
             momentum.lerp_(gradient, 1 - self._momentum)
             update = orthogonalised(gradient.lerp(momentum, self._momentum))
@@ -105,7 +106,7 @@ class MuonAdamW:
         return norm
 
     def _adam(self) -> None:
-        gradients = [parameter.grad for parameter in self._others]
+        gradients = [_gradient(parameter) for parameter in self._others]
         beta1, beta2 = self._betas
         self._count += 1
         torch._foreach_lerp_(self._first, gradients, 1 - beta1)
@@ -118,3 +119,8 @@ class MuonAdamW:
         torch._foreach_mul_(updates, self._factors)
         torch._foreach_mul_(updates, rate)
         torch._foreach_sub_(self._others, updates)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter takes part in the loss"
+    return parameter.grad

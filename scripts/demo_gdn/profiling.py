@@ -11,7 +11,9 @@ from demo_gdn.operator_variants import use_operator
 from demo_gdn.step import Network, TrainStep
 
 
-def profile(variants: list[str], modes: list[str], batches: list[int], *, steps: int, length: int, kernels: bool) -> None:
+def profile(
+    variants: list[str], modes: list[str], batches: list[int], *, steps: int, length: int, kernels: bool
+) -> None:
     """Time every combination and print a table as it grows.
 
     Args:
@@ -26,7 +28,10 @@ def profile(variants: list[str], modes: list[str], batches: list[int], *, steps:
     torch.set_float32_matmul_precision("high")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(f"{name}, torch {torch.__version__}, rows of {length}", flush=True)
-    print(f"{'operator':9s} {'mode':15s} {'batch':>5s} {'ms/step':>9s} {'M tok/s':>8s} {'GiB':>6s} {'ready s':>8s}  loss", flush=True)
+    print(
+        f"{'operator':9s} {'mode':15s} {'batch':>5s} {'ms/step':>9s} {'M tok/s':>8s} {'GiB':>6s} {'ready s':>8s}  loss",
+        flush=True,
+    )
     last: TrainStep | None = None
     for batch in batches:
         for variant in variants:
@@ -36,7 +41,10 @@ def profile(variants: list[str], modes: list[str], batches: list[int], *, steps:
                 try:
                     last = _time(variant, mode, batch, steps, length, device)
                 except Exception as error:
-                    print(f"{variant:9s} {mode:15s} {batch:5d} failed: {type(error).__name__}: {str(error)[:400]}", flush=True)
+                    print(
+                        f"{variant:9s} {mode:15s} {batch:5d} failed: {type(error).__name__}: {str(error)[:400]}",
+                        flush=True,
+                    )
     if kernels and last is not None and device.type == "cuda":
         _print_kernels(last)
 

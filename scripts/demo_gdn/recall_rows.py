@@ -6,7 +6,7 @@ what is left. Tokens of an asked-for value carry `FLAG`, so that the loss can we
 
 import multiprocessing
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.pool import AsyncResult, Pool
 from typing import NamedTuple
 
@@ -74,6 +74,20 @@ class RowMaker:
             ]
             for stage in range(len(STAGES))
         ]
+
+    def needles(
+        self, texts: list[str], lengths: tuple[int, ...], count: int, seed: int
+    ) -> dict[str, "AsyncResult[tuple[np.ndarray, float]]"]:
+        """Begin to make evaluation prompts (`single_needle_rows`), named by running text and length."""
+        return {
+            f"niah_{'noise' if noise else 'books'}_{length}": self._pool.apply_async(
+                single_needle_rows,
+                (_shared.tokenizer_json, texts),
+                {"length": length, "count": count, "noise": noise, "seed": seed},
+            )
+            for length in lengths
+            for noise in (False, True)
+        }
 
     def stage(self, index: int) -> np.ndarray:
         """The rows of one stage `[rows, length + 1]`; waits for them."""
@@ -168,24 +182,27 @@ def single_needle_rows(
     for index in range(count):
         needle = Needle(random_key(rng), random_number(rng, 7), "number")
         depth = (index + 0.5) / count
-        stretch = list(RULER_NOISE) * (length // 20 + 1) if noise else haystack.stretch(rng, length * 6)
+        stretch = [*RULER_NOISE] * (length // 20 + 1) if noise else haystack.stretch(rng, length * 6)
 
-        def build(sentences: int, needle: Needle = needle, depth: float = depth, stretch: list[str] = stretch):
-            document = ruler_single(stretch[:sentences], needle, depth, joiner="\n" if noise else " ")
-            return encode(tokenizer_json, [document])[0]
-
-        tokens = build(_most_that_fit(build, len(stretch), length - 1))
+        tokens = _longest_prompt(tokenizer_json, stretch, needle, depth, "\n" if noise else " ", length - 1)
         rows[index, 1 : 1 + len(tokens)] = tokens
         used += len(tokens) + 1
     return rows, used / count
 
 
-def _most_that_fit(build: Callable[[int], np.ndarray], most: int, length: int) -> int:
-    low, high = 0, most
+def _longest_prompt(
+    tokenizer_json: str, stretch: Sequence[str], needle: Needle, depth: float, joiner: str, length: int
+) -> np.ndarray:
+    """The prompt with as many of the sentences as fit into `length` tokens."""
+
+    def build(sentences: int) -> np.ndarray:
+        return encode(tokenizer_json, [ruler_single(stretch[:sentences], needle, depth, joiner=joiner)])[0]
+
+    low, high = 0, len(stretch)
     while low < high:
         middle = (low + high + 1) // 2
         if len(build(middle)) <= length:
             low = middle
         else:
             high = middle - 1
-    return low
+    return build(low)

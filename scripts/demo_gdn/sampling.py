@@ -34,9 +34,7 @@ class Sampler:
         seed: of all draws.
     """
 
-    def __init__(
-        self, text: dict[str, Region], recall: list[Region], *, batch: int, length: int, seed: int
-    ):
+    def __init__(self, text: dict[str, Region], recall: list[Region], *, batch: int, length: int, seed: int):
         self._rng = np.random.default_rng(seed)
         self._batch, self._length = batch, length
         self._text = {name: self._windows(region) for name, region in text.items()}
@@ -46,7 +44,8 @@ class Sampler:
 
     def step(self, progress: float) -> np.ndarray:
         """`[batch]` starts for a step at that progress (0 to 1)."""
-        share = float(np.interp(progress, *zip(*RECALL_SHARE, strict=True)))
+        moments, shares = zip(*RECALL_SHARE, strict=True)
+        share = float(np.interp(progress, moments, shares))
         recalled = int(self._batch * share + self._rng.random())
         stage = min(next(i for i, end in enumerate(STAGE_ENDS) if progress <= end or end == 1.0), len(STAGES) - 1)
         starts = [next(self._recall[stage]) for _ in range(recalled)]

@@ -7,6 +7,7 @@ import platform
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +109,29 @@ def train(settings: Settings) -> Path:
     )  # fmt: skip
     vocabulary = load_tokenizer_json(corpus.tokenizer_json).get_vocab_size()
     save_tokenizer(corpus.tokenizer_json, settings.output, 2048)
-    rows = RowMaker(
-        corpus.tokenizer_json, corpus.haystack, corpus.streams["books"], settings.length, settings.workers
-    )
+    rows = RowMaker(corpus.tokenizer_json, corpus.haystack, corpus.streams["books"], settings.length, settings.workers)
     try:
+        needles = rows.needles(
+            corpus.haystack_heldout,
+            (256,) if settings.tiny else (512, 1024, 2048),
+            16 if settings.tiny else 200,
+            settings.seed + 17,
+        )
         rows.start(settings.recall_rows, settings.seed)
         clock.say("recall rows are being made")
-        return _train(settings, corpus, rows, vocabulary, clock)
+        return _train(settings, corpus, rows, needles, vocabulary, clock)
     finally:
         rows.close()
 
 
-def _train(settings: Settings, corpus: Corpus, rows: RowMaker, vocabulary: int, clock: Clock) -> Path:
+def _train(
+    settings: Settings,
+    corpus: Corpus,
+    rows: RowMaker,
+    needles: dict[str, AsyncResult[tuple[np.ndarray, float]]],
+    vocabulary: int,
+    clock: Clock,
+) -> Path:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     config = demo_config(corpus.tokenizer_json, vocabulary, tiny=settings.tiny)
@@ -131,9 +143,6 @@ def _train(settings: Settings, corpus: Corpus, rows: RowMaker, vocabulary: int, 
     row = settings.length + 1
     made = -(-settings.recall_rows // 256) * 256
     pool, text, recall = _lay_out(corpus, made, row, device)
-    measurement = _measurement(settings, corpus, device)
-    clock.say("held-out data is ready")
-
     step, mode = build_step(
         model,
         lambda: make_optimiser(model, device, muon_rate=settings.muon_rate, adam_rate=settings.adam_rate),
@@ -145,12 +154,13 @@ def _train(settings: Settings, corpus: Corpus, rows: RowMaker, vocabulary: int, 
         block = torch.from_numpy(rows.stage(stage)).flatten()
         pool[region.start : region.start + region.length].copy_(block)
         clock.say(f"recall rows of stage {stage + 1} of {len(recall)} are in place")
+    measurement = _measurement(settings, corpus, {name: job.get() for name, job in needles.items()}, device)
     rows.close()
 
     sampler = Sampler(text, recall, batch=settings.batch, length=settings.length, seed=settings.seed)
     run = _Run(settings, model, step, sampler, measurement, clock, device)
     run.train()
-    return _finish(settings, corpus, model, measurement, run, mode, clock, device)
+    return _finish(settings, corpus, model, run, mode, clock, device)
 
 
 def _lay_out(
@@ -170,22 +180,19 @@ def _lay_out(
     return pool, text, recall
 
 
-def _measurement(settings: Settings, corpus: Corpus, device: torch.device) -> Measurement:
-    count = 16 if settings.tiny else 200
-    lengths = (256,) if settings.tiny else (512, 1024, 2048)
-    recall = {}
-    for length in lengths:
-        for noise in (False, True):
-            made, mean = single_needle_rows(
-                corpus.tokenizer_json, corpus.haystack_heldout, length=length, count=count, noise=noise,
-                seed=settings.seed + 17,
-            )  # fmt: skip
-            recall[f"niah_{'noise' if noise else 'books'}_{length}"] = made
-            if mean < 0.85 * length:
-                raise RuntimeError(f"single-needle prompts for {length} tokens have only {mean:.0f} on average")
-    streams = {name: corpus.streams[name] for name in ("books_valid", "builtin_heldout", "wiki_heldout")}
-    most = 4_000 if settings.tiny else 400_000
-    return Measurement(streams, recall, length=settings.length, device=device, most_tokens=most)
+def _measurement(
+    settings: Settings, corpus: Corpus, needles: dict[str, tuple[np.ndarray, float]], device: torch.device
+) -> Measurement:
+    for name, (made, mean) in needles.items():
+        if mean < 0.85 * made.shape[1]:
+            raise RuntimeError(f"prompts of {name} have only {mean:.0f} tokens on average")
+    return Measurement(
+        {name: corpus.streams[name] for name in ("books_valid", "builtin_heldout", "wiki_heldout")},
+        {name: made for name, (made, _) in needles.items()},
+        length=settings.length,
+        device=device,
+        most_tokens=4_000 if settings.tiny else 400_000,
+    )
 
 
 class _Run:
@@ -231,7 +238,9 @@ class _Run:
                 self._look(progress)
                 continue
             started = time.perf_counter()
-            steps = _BLOCK_STEPS if self._settings.steps is None else min(_BLOCK_STEPS, self._settings.steps - self.steps)
+            steps = (
+                _BLOCK_STEPS if self._settings.steps is None else min(_BLOCK_STEPS, self._settings.steps - self.steps)
+            )
             ahead = seconds_per_step / budget if self._settings.steps is None else 1 / self._settings.steps
             self._block(steps, progress, ahead)
             seconds_per_step = (time.perf_counter() - started) / steps
@@ -260,7 +269,9 @@ class _Run:
         self.steps += steps
         if not math.isfinite(text + answer + norm):
             self._slower /= 2
-            self._clock.say(f"step {self.steps}: losses are no longer finite; back to the last good weights, half the rate")
+            self._clock.say(
+                f"step {self.steps}: losses are no longer finite; back to the last good weights, half the rate"
+            )
             self._model.load_state_dict(self._good)
             self._step.optimiser.reset()
             return
@@ -279,7 +290,8 @@ class _Run:
             speed = steps * self._settings.batch * self._settings.length / elapsed
             self._clock.say(
                 f"step {self.steps:5d}  {100 * progress:5.1f} %  text {point['text_loss']:.3f}  "
-                f"answers {point['answer_loss']:.3f}  norm {norm:.2f}  rate {point['rate']:.3f}  {speed / 1e6:.2f} M tokens/s"
+                f"answers {point['answer_loss']:.3f}  norm {norm:.2f}  rate {point['rate']:.3f}  "
+                f"{speed / 1e6:.2f} M tokens/s"
             )
 
     def _look(self, progress: float) -> None:
@@ -304,7 +316,6 @@ def _finish(
     settings: Settings,
     corpus: Corpus,
     model: Any,
-    measurement: Measurement,
     run: _Run,
     mode: str,
     clock: Clock,
@@ -320,7 +331,12 @@ def _finish(
         final = run.measure("as stored", Network(model, compiled=False, device=device))
         length = 256 if settings.tiny else 1024
         probe, _ = single_needle_rows(
-            corpus.tokenizer_json, corpus.haystack_heldout, length=length, count=16, noise=False, seed=settings.seed + 99
+            corpus.tokenizer_json,
+            corpus.haystack_heldout,
+            length=length,
+            count=16,
+            noise=False,
+            seed=settings.seed + 99,
         )
         model.eval()
         use_operator(model, "chunked")
@@ -370,4 +386,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-

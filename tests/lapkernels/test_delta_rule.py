@@ -48,9 +48,7 @@ def assert_precise_in_fp32(inputs: DeltaRuleInputs, **options) -> None:
 @pytest.mark.parametrize("chunk", [1, 2, 16, 32, 64], ids="chunk{}".format)
 @pytest.mark.parametrize("time", [1, 7, 8, 17, 63, 64, 65, 130], ids="T{}".format)
 def test_every_length_in_every_chunk_size(time, chunk):
-    assert_exact(
-        delta_rule_inputs(batch=1, time=time, value_heads=4, state=True), impl="chunked", chunk_size=chunk
-    )
+    assert_exact(delta_rule_inputs(batch=1, time=time, value_heads=4, state=True), impl="chunked", chunk_size=chunk)
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])

@@ -1,6 +1,5 @@
 """Which implementation `auto` takes, what a forced one says when it cannot run, and what is imported for it."""
 
-import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -18,10 +17,7 @@ CALL = {"key_width": 64, "time": 512, "gated": True}
 @pytest.fixture
 def hopper(monkeypatch):
     """A machine with fla and a Hopper GPU, as far as the choice can see; returns what sets its triton."""
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        fla_backend.importlib.util, "find_spec", lambda name: None if name == "tilelang" else found(name) or object()
-    )
+    monkeypatch.setattr(fla_backend, "_installed", lambda package: package != "tilelang")
     monkeypatch.setattr(fla_backend, "kernels_can_run", lambda device: True)
     monkeypatch.setattr(fla_backend, "is_hopper", lambda index=0: True)
 
@@ -50,9 +46,7 @@ def test_the_gated_backward_pass_that_is_wrong_on_hopper(hopper, version, wrong)
 
 
 def test_an_erase_direction_goes_through_the_gated_kernels(hopper):
-    choice = select_impl(
-        "cuda", torch.bfloat16, needs_gradient=True, erasing=True, **(CALL | {"gated": False})
-    )
+    choice = select_impl("cuda", torch.bfloat16, needs_gradient=True, erasing=True, **(CALL | {"gated": False}))
     assert choice.name == "chunked"
 
 
@@ -86,7 +80,7 @@ def test_a_forced_kernel_that_cannot_run_is_an_error():
 
 
 def test_without_fla_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(fla_backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fla_backend, "_installed", lambda package: False)
     assert "pip install" in why_not("fla", "cuda", torch.bfloat16, key_width=64, gated=True)
 
 

@@ -1,5 +1,7 @@
 """The delta rule on a GPU: fla's kernels against the recurrence, and the PyTorch form compiled and captured."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -26,8 +28,11 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def _true_fp32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def _true_fp32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 def run(inputs: DeltaRuleInputs, **options):
@@ -70,9 +75,7 @@ def assert_fla_is_right(inputs: DeltaRuleInputs) -> None:
 @pytest.mark.parametrize("value_heads", [2, 4], ids=["HV=H", "HV=2H"])
 def test_fla_forward(time, gate, value_heads):
     assert_fla_is_right(
-        delta_rule_inputs(
-            time=time, gate=gate, value_heads=value_heads, key_width=64, value_width=128, state=True
-        )
+        delta_rule_inputs(time=time, gate=gate, value_heads=value_heads, key_width=64, value_width=128, state=True)
     )
 
 
@@ -82,18 +85,14 @@ def test_fla_forward(time, gate, value_heads):
     ids=lambda width: str(width),
 )
 def test_fla_forward_at_other_widths(key_width, value_width):
-    assert_fla_is_right(
-        delta_rule_inputs(time=130, gate=0.3, key_width=key_width, value_width=value_width, state=True)
-    )
+    assert_fla_is_right(delta_rule_inputs(time=130, gate=0.3, key_width=key_width, value_width=value_width, state=True))
 
 
 @pytest.mark.parametrize("erase", ["key", "value"], ids="erase_{}".format)
 @pytest.mark.parametrize("gate", [None, 0.3], ids=["ungated", "gated"])
 def test_fla_forward_with_an_erase_direction(erase, gate):
     assert_fla_is_right(
-        delta_rule_inputs(
-            time=130, gate=gate, value_heads=4, key_width=64, value_width=64, state=True, erase=erase
-        )
+        delta_rule_inputs(time=130, gate=gate, value_heads=4, key_width=64, value_width=64, state=True, erase=erase)
     )
 
 
@@ -120,7 +119,7 @@ def test_fla_with_packed_sequences(short):
     skip_unless_fla(inputs, needs_gradient=False)
     with torch.no_grad():
         packed = run(inputs, impl="fla", cu_seqlens=torch.tensor(bounds))
-        for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
             alone = run(inputs.time_slice(start, stop, inputs.initial_state[n : n + 1]), impl="fla")
             # Two of fla's kernels may serve the two calls: each rounds its output, and little else.
             allowed = 4 * torch.finfo(BF16).eps
@@ -131,9 +130,7 @@ def test_fla_with_packed_sequences(short):
 @pytest.mark.parametrize("gate", [None, 0.3], ids=["ungated", "gated"])
 @pytest.mark.parametrize("erase", [None, "value"], ids="erase_{}".format)
 def test_fla_backward(gate, erase):
-    narrow = delta_rule_inputs(
-        time=130, gate=gate, key_width=64, value_width=128, state=True, erase=erase
-    ).to(BF16)
+    narrow = delta_rule_inputs(time=130, gate=gate, key_width=64, value_width=128, state=True, erase=erase).to(BF16)
     skip_unless_fla(narrow, needs_gradient=True)
     assert_as_precise(
         actual=output_state_and_gradients(lambda x: run(x, impl="fla"), narrow.to(device="cuda")),
@@ -204,8 +201,6 @@ def test_auto_says_and_runs_the_same():
     """What `select_impl` names is what `auto` gives, to the bit."""
     inputs = delta_rule_inputs(time=200, key_width=64, value_width=64).to(BF16, "cuda")
     for needs_gradient in (False, True):
-        choice = select_impl(
-            "cuda", BF16, key_width=64, time=200, gated=True, needs_gradient=needs_gradient
-        )
+        choice = select_impl("cuda", BF16, key_width=64, time=200, gated=True, needs_gradient=needs_gradient)
         at_hand = inputs.requiring_grad() if needs_gradient else inputs
         assert torch.equal(run(at_hand).output, run(at_hand, impl=choice.name).output)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from lapcli.models import DeltaNetConfig, DeltaNetForCausalLM, GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
 FAMILIES = {

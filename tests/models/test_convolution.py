@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from lapcli.models.convolution import ShortConvolution
 from lapcli.models.tokens import Packing, Padding
 from lapkernels.testing import relative_error
@@ -63,7 +64,7 @@ def test_packed_sequences_do_not_see_one_another(convolution):
     y, state = convolution(x, before, packing=packing)
     for n, (start, stop) in enumerate(((0, 1), (1, 7), (7, 9))):
         alone, last = convolution(x[:, start:stop], before[n : n + 1])
-        assert torch.equal(y[:, start:stop], alone)
+        assert relative_error(y[:, start:stop], alone) < EXACT
         assert torch.equal(state[n : n + 1], last)
 
 

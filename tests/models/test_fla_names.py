@@ -6,10 +6,11 @@ import warnings
 
 import pytest
 import torch
+from transformers import AutoConfig
+
 from lapcli.models import DeltaNetConfig, DeltaNetForCausalLM, GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 from lapcli.models.delta_net import delta_net_shape
 from lapcli.models.gated_deltanet import gated_deltanet_shape
-from transformers import AutoConfig
 
 # fla advises against what one of the variants asks for.
 pytestmark = pytest.mark.filterwarnings("ignore:\\s*ShortConvolution is crucial:UserWarning")

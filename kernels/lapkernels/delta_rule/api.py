@@ -99,9 +99,9 @@ def why_not(
     if impl != "fla":
         return None
     device = torch.device(device)
-    return fla_backend.why_unavailable(
-        device, dtype, key_width, gated=gated, erasing=erasing
-    ) or fla_backend.why_wrong(device, gated=gated or erasing, needs_gradient=needs_gradient)
+    return fla_backend.why_unavailable(device, dtype, key_width, gated=gated, erasing=erasing) or fla_backend.why_wrong(
+        device, gated=gated or erasing, needs_gradient=needs_gradient
+    )
 
 
 def delta_rule(
@@ -142,7 +142,7 @@ def delta_rule(
             one token at least, its own initial state and its own final state.
         qk_l2norm: normalise q and k as `l2_normalise` does first; not together with `erase`.
         chunk_size: C of the chunked form; sets its speed, not its result. fla takes 64 whatever is asked for.
-        impl: `auto` (see `select_impl`), `reference`, `chunked` or `fla`.
+        impl: `auto` (see `select_impl`; inside `torch.compile` never fla), `reference`, `chunked` or `fla`.
 
     Returns:
         A `DeltaRuleOutput`.
@@ -156,11 +156,19 @@ def delta_rule(
     sizes = check_arguments(q, k, v, beta, g, erase, initial_state, cu_seqlens, qk_l2norm, chunk_size)
     tensors = (q, k, v, beta, g, erase, initial_state)
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if impl == "auto":
+    if impl == "auto" and torch.compiler.is_compiling():
+        # What fla can do here is asked of the file system and of its own modules; neither belongs in a graph.
+        impl = "reference" if sizes.time == 1 else "chunked"
+    elif impl == "auto":
         impl = select_impl(
-            q.device, q.dtype, key_width=sizes.key_width, time=sizes.time, gated=g is not None,
-            erasing=erase is not None, needs_gradient=needs_gradient,
-        ).name  # fmt: skip
+            q.device,
+            q.dtype,
+            key_width=sizes.key_width,
+            time=sizes.time,
+            gated=g is not None,
+            erasing=erase is not None,
+            needs_gradient=needs_gradient,
+        ).name
     else:
         why = why_not(
             impl, q.device, q.dtype, key_width=sizes.key_width, gated=g is not None,
@@ -169,10 +177,10 @@ def delta_rule(
         if why is not None:
             raise KernelUnavailable(f"impl='{impl}' for the delta rule: {why}")
 
-    scale = sizes.key_width**-0.5 if scale is None else scale
+    factor: float = sizes.key_width**-0.5 if scale is None else scale
     if impl == "fla":
         output, state = fla_backend.delta_rule_fla(
-            q, k, v, beta, g, erase, scale, initial_state, output_final_state, cu_seqlens,
+            q, k, v, beta, g, erase, factor, initial_state, output_final_state, cu_seqlens,
             qk_l2norm=qk_l2norm, needs_gradient=needs_gradient,
         )  # fmt: skip
         return DeltaRuleOutput(output.to(v.dtype), state if output_final_state else None)
@@ -181,11 +189,9 @@ def delta_rule(
         # Widened first: rounding the unit vectors would cost more precision than all that follows.
         q, k = (l2_normalise(x.to(compute_dtype(x))) for x in (q, k))
     if impl == "chunked":
-        output, state = delta_rule_chunked(
-            q, k, v, beta, g, erase, scale, initial_state, cu_seqlens, chunk_size
-        )
+        output, state = delta_rule_chunked(q, k, v, beta, g, erase, factor, initial_state, cu_seqlens, chunk_size)
     else:
         output, state = delta_rule_reference(
-            q, k, v, beta, g, k if erase is None else erase, scale, initial_state, cu_seqlens
+            q, k, v, beta, g, k if erase is None else erase, factor, initial_state, cu_seqlens
         )
     return DeltaRuleOutput(output.to(v.dtype), state if output_final_state else None)

@@ -112,7 +112,7 @@ def _scan(
     Returns:
         The output `[M, H, R, C, V]` and the final state `[sequences, H, R, K, V]`.
     """
-    chunk, key_width = k.shape[-2:]
+    key_width = k.shape[-1]
     erased = beta * (x @ k.mT)
     read = q @ k.mT
     carried_x, carried_q, written_k, kept = beta * x, q, k, None

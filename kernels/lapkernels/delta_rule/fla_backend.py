@@ -3,8 +3,10 @@
 Source: flash-linear-attention 0.6, `fla.ops.gated_delta_rule`, `fla.ops.delta_rule`, `fla.ops.comba`.
 """
 
+import importlib
 import importlib.util
 import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ def why_unavailable(
     device: torch.device, dtype: torch.dtype, key_width: int, *, gated: bool, erasing: bool
 ) -> str | None:
     """Why fla cannot run this call at all, or `None`."""
-    if importlib.util.find_spec("fla") is None:
+    if not _installed("fla"):
         return "flash-linear-attention is not installed (pip install 'lapcli[gpu]')"
     if device.type != "cuda":
         return f"fla needs a GPU and the tensors are on {device}"
@@ -94,17 +96,13 @@ def delta_rule_fla(
     if erase is not None:
         return _comba(q, k, v, beta, g, erase, repeats, common)
     if g is not None:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-
-        gated = fused_recurrent_gated_delta_rule if short else chunk_gated_delta_rule
+        gated = _kernel("gated_delta_rule", "fused_recurrent" if short else "chunk")
         return gated(
             q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), g=g.float().contiguous(), beta=beta.contiguous(),
             use_qk_l2norm_in_kernel=qk_l2norm, state_v_first=False, **common,
         )  # fmt: skip
-    from fla.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
-
     # Without a gate fla knows one key head for each value head only.
-    plain = fused_recurrent_delta_rule if short else chunk_delta_rule
+    plain = _kernel("delta_rule", "fused_recurrent" if short else "chunk")
     return plain(
         q=_repeat(q, repeats), k=_repeat(k, repeats), v=v.contiguous(), beta=beta.to(q.dtype).contiguous(),
         use_qk_l2norm_in_kernel=qk_l2norm, **common,
@@ -121,14 +119,12 @@ def _comba(
     repeats: int,
     common: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    from fla.ops.comba import chunk_comba
-
     value_heads = v.shape[2]
     decay = torch.zeros_like(beta, dtype=torch.float32) if g is None else g.float()
     direction = erase.repeat_interleave(value_heads // erase.shape[2], dim=2)
     # comba takes its error from the state before the decay; the delta rule takes it after.
     direction = (direction.float() * decay.exp().unsqueeze(-1)).to(q.dtype)
-    return chunk_comba(
+    return _kernel("comba", "chunk")(
         q=_repeat(q, repeats),
         k=_repeat(k, repeats),
         v=v.contiguous(),
@@ -140,13 +136,24 @@ def _comba(
     )
 
 
+def _kernel(operator: str, form: str) -> Any:
+    """The function that fla has for an operator, `chunk` or `fused_recurrent`; imported at the first call."""
+    return getattr(importlib.import_module(f"fla.ops.{operator}"), f"{form}_{operator}")
+
+
 def _repeat(x: Tensor, repeats: int) -> Tensor:
     return (x if repeats == 1 else x.repeat_interleave(repeats, dim=2)).contiguous()
 
 
+@cache
+def _installed(package: str) -> bool:
+    """Whether a package is there; asked once, because the search walks the file system at every call."""
+    return importlib.util.find_spec(package) is not None
+
+
 def _tilelang_takes_over() -> bool:
     """Whether fla replaces the kernel that is wrong by one in tilelang, by fla's own rules."""
-    if importlib.util.find_spec("tilelang") is None or os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+    if not _installed("tilelang") or os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
         return False
     if os.environ.get("FLA_TILELANG", "1") == "0":
         return False

@@ -1,5 +1,7 @@
 """The definition of the operator: one step after the other, in fp32 (fp64 for fp64 inputs)."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def delta_rule_reference(
             return _recurrence(q, k, v, beta, g, erase, scale, initial_state)
         outputs, states = [], []
         bounds = read_boundaries(cu_seqlens, q.shape[1])
-        for index, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
             part = slice(start, stop)
             output, state = _recurrence(
                 q[:, part],

@@ -1,5 +1,6 @@
 """The contract of the operator's arguments, checked in the same way for every implementation."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ def read_boundaries(cu_seqlens: Tensor, time: int) -> list[int]:
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != time:
         raise InvalidInput(f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it should run from 0 to T = {time}")
-    for index, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if stop <= start:
             raise InvalidInput(f"cu_seqlens gives sequence {index} no token (from {start} to {stop})")
     return bounds

@@ -1,0 +1,145 @@
+"""`lapcli eval`: measure models on tasks, side by side."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lapcli.cli import options
+from lapcli.pipeline import stage
+
+if TYPE_CHECKING:
+    from lapcli.artifacts import RunDirectory
+    from lapcli.families.source import ModelSource
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("eval", help=stage("eval").summary)(run)
+
+
+def run(
+    tasks: Annotated[list[str], typer.Argument(help="Task names (`lapcli list tasks`), text:PATH, or lm-eval's own.")],
+    model: Annotated[str | None, typer.Option(help="The model. Default: the run's sliced (and recovered) one.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="What it is compared with. Default: the run's base model, or none with --model.")
+    ] = None,
+    task_data: Annotated[
+        Path | None, typer.Option(help="Folder with local copies of task data; nothing is then fetched.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Items of each task. Default: all; NIAH: 50 a length.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of a window. Default: 2048, or what the model takes.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens that each window scores anew. Default: all of them.")
+    ] = None,
+    niah_lengths: Annotated[str, typer.Option(help="Prompt lengths of niah, in tokens.")] = "512,1024,2048",
+    niah_haystack: Annotated[
+        Path | None, typer.Option(help="Text or JSONL to hide needles in. Default: held-out builtin text.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a forward pass; changes no result.")] = None,
+    seed: options.Seed = 0,
+    run_path: options.Run = options.DEFAULT_RUN,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernel: options.Kernel = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write `RUN/evaluation.json` and print a table of the models, their differences and standard errors."""
+    from lapcli.cli import context, display
+    from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
+    from lapcli.evaluation.tasks import parse_tasks
+
+    directory = context.run_directory(run_path)
+    infos = parse_tasks(tasks)
+    settings = EvaluationSettings(
+        max_length=max_length,
+        stride=stride,
+        limit=limit,
+        niah_lengths=_lengths(niah_lengths),
+        niah_haystack=niah_haystack,
+        seed=seed,
+    )
+    chosen_options = EvaluationOptions(task_data=task_data, batch_size=batch_size)
+    models = _models(model, baseline, directory)
+    if dry_run:
+        facts = {
+            "models": {label: source.name for label, source in models},
+            "tasks": [info.name for info in infos],
+            "writes": str(directory.evaluation),
+        }
+        if as_json:
+            display.emit({"dry_run": True, **facts})
+        else:
+            display.facts("would do (nothing was done)", facts)
+        return
+
+    from lapcli.artifacts import atomic_file
+    from lapcli.evaluation.run import evaluate
+    from lapcli.evaluation.table import evaluation_table
+    from lapcli.machine import Machine
+
+    machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    reporter = display.DisplayReporter(quiet or as_json)
+    with directory.lock():
+        evaluation = evaluate(
+            models,
+            tasks,
+            settings,
+            options=chosen_options,
+            device=machine.torch_device(),
+            dtype=machine.torch_dtype(models[0][1].config),
+            kernel=kernel,
+            trust_remote_code=trust_remote_code,
+            reporter=reporter,
+        )
+        document = evaluation.to_json()
+        with atomic_file(directory.evaluation) as temporary:
+            temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    if as_json:
+        display.emit(document)
+        return
+    table = evaluation_table(evaluation)
+    display.table(None, table.columns, table.rows, text_columns=2)
+    for note in table.notes:
+        reporter.notice(note)
+    display.closing(f"evaluated: {directory.evaluation}", quiet=quiet)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    from lapcli.errors import UsageError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--niah-lengths {text!r} is no list of whole numbers", "for example 512,1024") from error
+
+
+def _models(model: str | None, baseline: str | None, run: "RunDirectory") -> "list[tuple[str, ModelSource]]":
+    """The models to evaluate, the base of the differences first."""
+    from lapcli.cli import context
+    from lapcli.errors import ArtifactError
+    from lapcli.families.source import resolve_model
+
+    chosen: list[tuple[str, ModelSource]] = []
+    if model is not None:
+        if baseline is not None:
+            chosen.append(("base", resolve_model(baseline)))
+        return [*chosen, ("model", resolve_model(model))]
+    if run.read_record() is None:
+        raise ArtifactError(
+            f"there is no run in {run.path} and no --model was given",
+            "make a run with `lapcli prune --ratio 0.5`, or name a model with --model",
+        )
+    chosen.append(("base", resolve_model(baseline) if baseline is not None else context.base_model(None, run)))
+    chosen += [
+        (label, resolve_model(str(folder)))
+        for label, folder in (("sliced", run.sliced), ("recovered", run.recovered))
+        if folder.is_dir()
+    ]
+    return chosen

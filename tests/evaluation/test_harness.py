@@ -1,0 +1,274 @@
+"""lm-eval's tasks on local data, against a few lines that share no code with them or with ours."""
+
+import json
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from lapcli.errors import DataError, ModelError, UsageError
+from lapcli.evaluation import harness
+from lapcli.evaluation.harness import check_names, load_task, measure_harness
+from lapcli.evaluation.scoring import LoadedModel
+from lapcli.evaluation.settings import EvaluationSettings
+from lapcli.families.loading import load_model, load_tokenizer, resolve_model
+from lapcli.reporting import SilentReporter
+from lapcli.testing import shared_data
+
+MAX_LENGTH = 48
+
+# Pages as they lie in the raw file, and what lm-eval's detokenisation makes of them, worked out by hand.
+PAGES = [
+    (
+        ' = Kiln ( oven ) = \n \n A kiln @-@ fired pot holds 1 @,@ 000 ; it cost $ 2 @.@ 5 . " Hot " , he said . ',
+        ' = Kiln (oven) =\n\nA kiln-fired pot holds 1,000; it cost $ 2.5. "Hot", he said. ',
+    ),
+    (" = Moss = \n \n = = Uses = = \n \n Few . \n", " = Moss =\n\n== Uses ==\n\nFew.\n"),
+]
+
+
+@pytest.fixture
+def wikitext_folder(tmp_path):
+    folder = tmp_path / "wikitext-2"
+    folder.mkdir()
+    (folder / "wiki.test.raw").write_text(" \n" + "\n".join(page for page, _ in PAGES))
+    return tmp_path
+
+
+def measure(task, loaded, max_length=MAX_LENGTH, batch_size=None, **settings):
+    found = measure_harness(
+        task,
+        loaded,
+        EvaluationSettings(**settings),
+        max_length=max_length,
+        batch_size=batch_size,
+        reporter=SilentReporter(),
+    )
+    return {score.metric: score for score in found}
+
+
+def log_probabilities(model, ids):
+    """log p of each token after the first, from one pass over at most the window that the caller cut."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids[:-1]])).logits[0].double()
+    return torch.log_softmax(logits, -1)[range(len(ids) - 1), ids[1:]]
+
+
+def rolling(model, text_ids, window):
+    """lm-eval's definition: windows of `window` predictions, the first after BOS, the last with full context."""
+    ids = [1, *text_ids]
+    total = float(log_probabilities(model, ids[: window + 1]).sum())
+    done = min(window, len(ids) - 1)
+    while done < len(ids) - 1:
+        new = min(window, len(ids) - 1 - done)
+        done += new
+        total += float(log_probabilities(model, ids[done - window : done + 1])[-new:].sum())
+    return total
+
+
+def test_wikitext_is_what_its_definition_says(tiny, wikitext_folder):
+    scores = measure(load_task("wikitext", "wikitext", wikitext_folder), tiny)
+    total = sum(rolling(tiny.model, tiny.tokenizer(text).input_ids, MAX_LENGTH) for _, text in PAGES)
+    # Counted before detokenisation; white space at both ends of a page makes an empty word each in lm-eval's count.
+    words = sum(len(page.split()) + 2 for page, _ in PAGES)
+    size = sum(len(page.encode()) for page, _ in PAGES)
+    # Sums of some 200 fp32 log-probabilities of about 5.5.
+    assert math.log(scores["word_perplexity"].estimate.value) == pytest.approx(-total / words, rel=1e-5)
+    assert math.log(scores["byte_perplexity"].estimate.value) == pytest.approx(-total / size, rel=1e-5)
+    assert scores["bits_per_byte"].estimate.value == pytest.approx(-total / size / math.log(2), rel=1e-5)
+    assert scores["word_perplexity"].estimate.n == 2
+    assert scores["word_perplexity"].higher_is_better is False
+    assert scores["word_perplexity"].settings["max_length"] == MAX_LENGTH
+
+
+@pytest.fixture
+def parrot(tiny_folder):
+    """After `a` comes a blank, after a blank comes `b`: with the mixers and MLPs silenced the head reads the
+    embedding of the last token alone, and each row of the head is the embedding of the token to follow."""
+    source = resolve_model(str(tiny_folder))
+    model, tokenizer = load_model(source), load_tokenizer(source)
+    a, blank, b = (tokenizer(text).input_ids[0] for text in ("a", " ", "b"))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embeddings = model.model.embeddings.weight
+        model.lm_head.weight.copy_(0.1 * embeddings)
+        model.lm_head.weight[blank] = 10 * embeddings[a]
+        model.lm_head.weight[b] = 10 * embeddings[blank]
+    return LoadedModel(model=model, tokenizer=tokenizer, name="parrot")
+
+
+PASSAGES = ["the cat sat on a b", "a b a b a", "one line\nand one more a b", "b a c", "x a bz"]
+
+
+@pytest.fixture
+def lambada_folder(tmp_path):
+    (tmp_path / "eval").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in PASSAGES)
+    (tmp_path / "eval" / "lambada_test.jsonl").write_text(lines)
+    return tmp_path
+
+
+def test_lambada_is_what_its_definition_says(parrot, lambada_folder):
+    scores = measure(load_task("lambada", "lambada_openai", lambada_folder), parrot)
+    total, hits = 0.0, []
+    for text in PASSAGES:
+        context, last = text.rsplit(" ", 1)
+        ids = parrot.tokenizer(f"{context} {last}").input_ids
+        count = len(f" {last}".encode())
+        total += float(log_probabilities(parrot.model, ids)[-count:].sum())
+        with torch.no_grad():
+            said = parrot.model(input_ids=torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        hits.append(said[-count - 1 : -1] == ids[-count:])
+    assert hits == [True, False, True, False, False]
+    assert scores["acc"].estimate.value == pytest.approx(2 / 5)
+    # lm-eval's: the sample standard deviation over the root of n.
+    assert scores["acc"].estimate.stderr == pytest.approx(math.sqrt(2 / 5 * 3 / 5 / 4))
+    assert math.log(scores["perplexity"].estimate.value) == pytest.approx(-total / len(PASSAGES), rel=1e-5)
+    assert scores["acc"].task == "lambada"
+    assert scores["acc"].counts == {"documents": 5}
+
+
+@pytest.mark.parametrize("name", ["wikitext", "lambada_openai"])
+def test_values_are_those_of_lm_eval_alone(tiny, wikitext_folder, lambada_folder, name):
+    """The same task with lm-eval's own scoring of the same model."""
+    task = load_task(name, name, wikitext_folder)
+    found = measure(task, tiny)
+    with harness._quiet():
+        from lm_eval.evaluator import evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        stock = HFLM(
+            pretrained=tiny.model, tokenizer=tiny.tokenizer, backend="causal", max_length=MAX_LENGTH, batch_size=3
+        )
+        alone = evaluate(lm=stock, task_dict=task.loaded, bootstrap_iters=0, log_samples=False)["results"][name]
+    assert len(found) >= 2
+    for metric, score in found.items():
+        assert score.estimate.value == pytest.approx(alone[f"{metric},none"], rel=1e-4)
+
+
+def test_batches_of_one_equal_batches_of_eight(tiny, lambada_folder):
+    task = load_task("lambada", "lambada_openai", lambada_folder)
+    one, eight = measure(task, tiny, batch_size=1), measure(task, tiny, batch_size=8)
+    for metric in one:
+        assert one[metric].estimate.value == pytest.approx(eight[metric].estimate.value, rel=1e-4)
+        assert one[metric].settings == eight[metric].settings
+
+
+def test_limit_takes_the_first_documents(tiny, lambada_folder):
+    task = load_task("lambada", "lambada_openai", lambada_folder)
+    all_of_them, two = measure(task, tiny)["acc"], measure(task, tiny, limit=2)["acc"]
+    assert (all_of_them.estimate.n, two.estimate.n) == (5, 2)
+    assert all_of_them.settings["data"] != two.settings["data"]
+
+
+def test_bos_is_stored_and_reaches_the_model(tiny, lambada_folder, wikitext_folder):
+    task = load_task("lambada", "lambada_openai", lambada_folder)
+    auto, always = measure(task, tiny)["perplexity"], measure(task, tiny, bos="always")["perplexity"]
+    # The byte tokenizer has no rule that would add its BOS, and lm-eval asks the tokenizer.
+    assert auto.settings["adds_bos"] is False
+    assert always.settings["adds_bos"] is True
+    assert auto.settings != always.settings
+
+
+def test_nothing_is_printed(tiny, lambada_folder, capfd):
+    measure(load_task("lambada", "lambada_openai", lambada_folder), tiny)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_progress_is_told_in_tokens(tiny, lambada_folder):
+    told = []
+
+    class Telling(SilentReporter):
+        @contextmanager
+        def task(self, description, total=None, unit=""):
+            told.append((description, total, unit))
+            yield type("Handle", (), {"advance": lambda self, amount=1: told.append(amount)})()
+
+    measure_harness(
+        load_task("lambada", "lambada_openai", lambada_folder),
+        tiny,
+        EvaluationSettings(),
+        max_length=MAX_LENGTH,
+        batch_size=2,
+        reporter=Telling(),
+    )
+    description, total, unit = told[0]
+    assert (description, unit) == ("lambada on tiny", "tokens")
+    assert sum(told[1:]) == total == sum(len(text.encode()) for text in PASSAGES) - len(PASSAGES)
+
+
+def test_a_folder_without_the_data_names_the_option_and_the_places(tmp_path):
+    with pytest.raises(DataError, match="holds no copy") as caught:
+        load_task("wikitext", "wikitext", tmp_path)
+    assert "--task-data" in str(caught.value)
+    assert "DIR/wikitext-2/wiki.test.raw" in str(caught.value)
+
+
+def test_without_data_and_network_the_option_is_named(monkeypatch):
+    import datasets
+
+    def unreachable(*args, **kwargs):
+        assert datasets.config.HF_HUB_OFFLINE
+        raise ConnectionError("Couldn't reach the Hub\nmore")
+
+    monkeypatch.setattr(harness, "_hub_answers", lambda: False)
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    saved = datasets.config.HF_HUB_OFFLINE
+    with pytest.raises(DataError, match="Couldn't reach the Hub") as caught:
+        load_task("lambada", "lambada_openai", None)
+    assert datasets.config.HF_HUB_OFFLINE is saved
+    assert "--task-data DIR: DIR/eval/lambada_test.jsonl" in str(caught.value)
+    assert "more" not in str(caught.value)
+
+
+def test_a_copy_of_the_hub_data_set_serves(tiny, tmp_path):
+    folder = tmp_path / "EleutherAI" / "lambada_openai"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "test.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in PASSAGES))
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: data/test.jsonl\n---\n"
+    )
+    scores = measure(load_task("lambada", "lambada_openai", tmp_path), tiny)
+    assert scores["acc"].estimate.n == 5
+
+
+class FakeManager:
+    all_tasks = ("arc_easy", "lambada_openai")
+
+
+def test_unknown_names_are_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr(harness, "_manager", lambda names: FakeManager)
+    check_names(["wikitext", "arc_easy"])
+    with pytest.raises(UsageError, match="arc_esay") as caught:
+        check_names(["wikitext", "arc_esay"])
+    assert "arc_easy" in str(caught.value)
+
+
+def test_without_lm_eval_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr(harness, "_installed", lambda: False)
+    with pytest.raises(ModelError, match="not installed") as caught:
+        check_names(["wikitext"])
+    assert "pip install lm-eval" in str(caught.value)
+    with pytest.raises(UsageError, match="lamdba") as slip:
+        check_names(["lamdba"])
+    assert "lambada" in str(slip.value)
+
+
+def test_a_continuation_longer_than_a_request_is_refused(tiny, lambada_folder):
+    with pytest.raises(DataError, match="3 tokens"):
+        measure(load_task("lambada", "lambada_openai", lambada_folder), tiny, max_length=2)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("name", "documents"), [("wikitext", 1), ("lambada_openai", 8)])
+def test_shared_data_runs_without_a_network(tiny, monkeypatch, name, documents):
+    root = shared_data()
+    if root is None:
+        pytest.skip("needs the shared data folder: wikitext-2 and eval")
+    monkeypatch.setattr(harness, "_hub_answers", lambda: pytest.fail("the hub was asked"))
+    scores = measure(load_task(name, name, root / "data"), tiny, max_length=512, limit=documents)
+    assert all(score.estimate.n == documents for score in scores.values())
+    assert all(math.isfinite(score.estimate.value) for score in scores.values())

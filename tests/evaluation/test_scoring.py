@@ -1,0 +1,116 @@
+import math
+import random
+
+import pytest
+import torch
+
+from lapcli.errors import ModelError
+from lapcli.evaluation.scoring import Request, greedy_continuations, score
+from lapcli.reporting import SilentReporter
+
+
+def run(loaded, requests, batch_size=None, reporter=None):
+    return score(loaded, requests, batch_size=batch_size, reporter=reporter or SilentReporter(), description="test")
+
+
+def some_requests(count, seed=0):
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        tokens = [rng.randrange(3, 259) for _ in range(rng.randint(2, 70))]
+        requests.append(Request(tokens, rng.randint(1, len(tokens) - 1)))
+    return requests
+
+
+def by_the_definition(loaded, request):
+    """log p(token | all before it), one forward pass a token."""
+    total, greedy = 0.0, True
+    tokens = list(request.tokens)
+    for end in range(len(tokens) - request.scored, len(tokens)):
+        logits = loaded.model(input_ids=torch.tensor([tokens[:end]])).logits[0, -1].double()
+        total += float(torch.log_softmax(logits, -1)[tokens[end]])
+        greedy &= int(logits.argmax()) == tokens[end]
+    return total, greedy
+
+
+def test_scores_are_those_of_the_definition(tiny):
+    requests = some_requests(12)
+    with torch.no_grad():
+        wanted = [by_the_definition(tiny, request) for request in requests]
+    found = run(tiny, requests)
+    # fp32 logits of size one, up to 70 of them summed.
+    assert [answer.log_probability for answer in found] == pytest.approx([total for total, _ in wanted], abs=1e-4)
+    assert [answer.greedy for answer in found] == [greedy for _, greedy in wanted]
+
+
+@pytest.mark.parametrize("batch_size", [2, 8, 64, None])
+def test_batches_give_what_single_rows_give(tiny, batch_size):
+    requests = some_requests(21, seed=4)
+    alone = run(tiny, requests, 1)
+    together = run(tiny, requests, batch_size)
+    assert [answer.log_probability for answer in together] == pytest.approx(
+        [answer.log_probability for answer in alone], abs=1e-4
+    )
+
+
+def test_greedy_means_that_decoding_gives_these_tokens(tiny):
+    rng = random.Random(8)
+    prompts = [[rng.randrange(3, 259) for _ in range(length)] for length in (5, 17, 33, 12, 40, 7)]
+    answers = greedy_continuations(tiny, prompts, new_tokens=6, batch_size=4)
+    wrong = [answer.copy() for answer in answers]
+    for number, answer in enumerate(wrong):
+        place = number % 6
+        answer[place] = 3 if answer[place] != 3 else 4
+    right = run(tiny, [Request(prompt + answer, 6) for prompt, answer in zip(prompts, answers, strict=True)])
+    broken = run(tiny, [Request(prompt + answer, 6) for prompt, answer in zip(prompts, wrong, strict=True)])
+    assert [answer.greedy for answer in right] == [True] * 6
+    assert [answer.greedy for answer in broken] == [False] * 6
+
+
+def test_continuations_do_not_depend_on_the_batch_or_on_generation_defaults(tiny):
+    prompts = [[10, 20, 30], [40, 50, 60, 70, 80], [90]]
+    alone = [greedy_continuations(tiny, [prompt], new_tokens=4, batch_size=1)[0] for prompt in prompts]
+    saved = tiny.model.generation_config
+    try:
+        tiny.model.generation_config = type(saved)(
+            do_sample=True, temperature=9.0, max_new_tokens=1, eos_token_id=[*range(259)]
+        )
+        together = greedy_continuations(tiny, prompts, new_tokens=4, batch_size=3)
+        assert tiny.model.generation_config.temperature == 9.0
+    finally:
+        tiny.model.generation_config = saved
+    assert together == alone
+    assert all(len(answer) == 4 for answer in together)
+
+
+def test_uniform_logits_cost_the_log_of_the_vocabulary(uniform):
+    (found,) = run(uniform, [Request([5, 6, 7, 8], 3)])
+    assert found.log_probability == pytest.approx(-3 * math.log(259))
+
+
+def test_out_of_memory_goes_on_with_smaller_batches(model_of_logits):
+    def logits(ids):
+        if len(ids) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.zeros(*ids.shape, 259)
+
+    loaded = model_of_logits(logits)
+    reporter = SilentReporter()
+    found = run(loaded, [Request([1, 2, 3], 2)] * 9, 8, reporter)
+    assert [answer.log_probability for answer in found] == pytest.approx([-2 * math.log(259)] * 9)
+    assert loaded.model.rows == [8, 4, 2, 2, 2, 2, 1]
+    assert reporter.warnings[-1] == "memory ran out; going on with batches of 2"
+
+
+def test_out_of_memory_on_one_row_says_how_long_it_was(model_of_logits):
+    def logits(ids):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(ModelError, match="one row of 5 tokens"):
+        run(model_of_logits(logits), [Request([1, 2, 3, 4, 5], 2)] * 4)
+
+
+def test_logits_that_are_not_numbers_are_an_error(model_of_logits):
+    loaded = model_of_logits(lambda ids: torch.full((*ids.shape, 259), math.nan))
+    with pytest.raises(ModelError, match="made up gives logits that are not numbers"):
+        run(loaded, [Request([1, 2, 3], 2)])
