@@ -79,25 +79,24 @@ class Machine:
         Raises:
             ModelError: `require_fast` is set and the PyTorch path runs.
         """
-        from lapcli.families.registry import family_for
-        from lapkernels.delta_rule import select_impl
+        name, reason = model.kernel_choice(2, training=needs_gradient)
+        if needs_gradient and self.kernel == name:
+            from lapkernels.delta_rule import why_not
 
-        parameter = next(iter(model.parameters()))
-        layers = family_for(model.config.to_dict()).layers(model.config.to_dict())
-        if self.kernel == "auto":
-            name, reason = select_impl(
-                parameter.device,
-                parameter.dtype,
-                key_width=layers[0].key_width,
-                time=2,  # of a prefill; a single step has a path of its own
-                gated=model.config.model_type != "delta_net",
-                needs_gradient=needs_gradient,
+            mixer = model.mixers()[0]
+            wrong = why_not(
+                name,
+                model.device,
+                model.dtype,
+                key_width=mixer.shape.key_width,
+                gated=mixer.gated,
+                needs_gradient=True,
             )
-        else:
-            name, reason = self.kernel, "asked for by name"
+            if wrong is not None:
+                raise ModelError(f"--kernel {name} cannot compute gradients here: {wrong}", "use --kernel auto")
         if self.require_fast and name not in ("fla", "triton"):
             raise ModelError(
                 f"--require-fast: the {name} kernel would run ({reason})",
                 "install 'lapcli[gpu]' on a machine with a CUDA device, or drop --require-fast",
             )
-        reporter.notice(f"kernel: {name} ({reason}), {str(parameter.dtype).removeprefix('torch.')}")
+        reporter.notice(f"kernel: {name} ({reason}), {str(model.dtype).removeprefix('torch.')} on {model.device}")

@@ -5,11 +5,12 @@ artifact's lineage. This module imports neither torch nor transformers, so that 
 """
 
 import difflib
+import itertools
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lapcli.errors import RecipeError
 
@@ -47,7 +48,13 @@ class SelectionSettings(Settings):
     score_from: ScoreFrom = Field(default="both", description="keys, queries or both decide")
     align: int | None = Field(default=None, gt=0, description="K' is a multiple of it; by K when absent")
     f: float = Field(default=1.5, ge=1.0, description="tolerance of the strong rank-revealing QR")
-    seed: int = Field(default=0, description="of the random selector")
+    seed: int = Field(default=0, ge=0, description="of the random selector")
+
+    @field_validator("ratio", mode="before")
+    @classmethod
+    def _as_typed(cls, value: object) -> object:
+        """Take YAML's number back to the decimal that was typed: its shortest form is that."""
+        return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 class EvaluationRequest(Settings):
@@ -130,4 +137,18 @@ def read_recipe(path: Path) -> Recipe:
         raise RecipeError(f"{path} is no YAML: {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{path} holds no settings")
-    return validate(Recipe, values, str(path))
+    settings = cast(dict[str, Any], values)
+    return validate(Recipe, settings, str(path))
+
+
+def shipped_recipes() -> list[tuple[Path, str]]:
+    """The recipes of the source tree that lapcli runs from, each with the first sentence of its header."""
+    root = Path(__file__).resolve().parent.parent / "recipes"
+    return [(path, _summary(path)) for path in sorted(root.rglob("*.yaml"))]
+
+
+def _summary(path: Path) -> str:
+    header = itertools.takewhile(
+        lambda line: line.startswith("#") and line.strip() != "#", path.read_text().splitlines()
+    )
+    return " ".join(line.removeprefix("#").strip() for line in header)

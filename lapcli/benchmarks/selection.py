@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy.linalg
@@ -134,7 +135,7 @@ def kahan_blocks(blocks: int, n: int, c: float) -> FloatArray:
         n: size of each.
         c: cosine.
     """
-    return scipy.linalg.block_diag(*(kahan(n, c) * (1 - 1e-5 * block) for block in range(blocks)))
+    return np.asarray(scipy.linalg.block_diag(*(kahan(n, c) * (1 - 1e-5 * block) for block in range(blocks))))
 
 
 def tall(matrix: FloatArray, rows: int, seed: int) -> FloatArray:
@@ -175,7 +176,8 @@ def refactoring_rrqr(matrix: np.ndarray, k: int, f: float, most_swaps: int | Non
     Returns:
         The kept columns, ascending, and the number of exchanges.
     """
-    _, triangle, order = scipy.linalg.qr(matrix, mode="economic", pivoting=True)
+    qr: Any = scipy.linalg.qr  # what it returns depends on its arguments
+    _, triangle, order = qr(matrix, mode="economic", pivoting=True)
     swaps = 0
     while most_swaps is None or swaps < most_swaps:
         leading = triangle[:k, :k]
@@ -187,7 +189,7 @@ def refactoring_rrqr(matrix: np.ndarray, k: int, f: float, most_swaps: int | Non
         if rho[i, j] <= f:
             break
         order[[i, k + j]] = order[[k + j, i]]
-        _, triangle = scipy.linalg.qr(matrix[:, order], mode="economic")
+        _, triangle = qr(matrix[:, order], mode="economic")
         swaps += 1
     return np.sort(order[:k]), swaps
 
@@ -241,7 +243,7 @@ def selection_benchmark(
 def _time_case(case: SelectionCase, repeats: int, released_heads: int) -> SelectionRow:
     heads = case.layers * case.heads
     timed = set(np.linspace(0, heads - 1, min(released_heads, heads)).astype(int).tolist())
-    spent = dict.fromkeys(("gram", "released", "released_fp32"), 0.0)
+    spent: dict[str, float] = {"gram": 0.0, "released": 0.0, "released_fp32": 0.0}
     keys, queries = [], []
     released: dict[int, np.ndarray] = {}
     released_fp32: dict[int, np.ndarray] = {}

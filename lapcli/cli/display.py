@@ -12,6 +12,8 @@ from lapcli.reporting import Task
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from lapcli.evaluation.results import Evaluation
+
 
 def console() -> "Console":
     """The console on stderr; plain where stderr is no terminal."""
@@ -132,6 +134,18 @@ def facts(title: str | None, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         drawn.add_row(f"  {name}", fact(value))
     console().print(drawn)
+
+
+def evaluation(found: "Evaluation", *, quiet: bool = False) -> None:
+    """Print an evaluation's table and its notes on stderr."""
+    from lapcli.evaluation.table import evaluation_table
+
+    if quiet:
+        return
+    drawn = evaluation_table(found)
+    table(None, drawn.columns, drawn.rows, text_columns=2)
+    for note in drawn.notes:
+        console().print(note, style="dim", markup=False)
 
 
 def fact(value: Any) -> str:

@@ -1,6 +1,5 @@
 """`lapcli eval`: measure models on tasks, side by side."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,35 +78,25 @@ def run(
             display.facts("would do (nothing was done)", facts)
         return
 
-    from lapcli.artifacts import atomic_file
-    from lapcli.evaluation.run import evaluate
-    from lapcli.evaluation.table import evaluation_table
     from lapcli.machine import Machine
+    from lapcli.stages.evaluation import evaluate_into
 
     machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
     reporter = display.DisplayReporter(quiet or as_json)
     with directory.lock():
-        evaluation = evaluate(
+        evaluation = evaluate_into(
+            directory.evaluation,
             models,
             tasks,
             settings,
             options=chosen_options,
-            device=machine.torch_device(),
-            dtype=machine.torch_dtype(models[0][1].config),
-            kernel=kernel,
-            trust_remote_code=trust_remote_code,
+            machine=machine,
             reporter=reporter,
         )
-        document = evaluation.to_json()
-        with atomic_file(directory.evaluation) as temporary:
-            temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     if as_json:
-        display.emit(document)
+        display.emit(evaluation.to_json())
         return
-    table = evaluation_table(evaluation)
-    display.table(None, table.columns, table.rows, text_columns=2)
-    for note in table.notes:
-        reporter.notice(note)
+    display.evaluation(evaluation, quiet=quiet)
     display.closing(f"evaluated: {directory.evaluation}", quiet=quiet)
 
 
@@ -136,10 +125,6 @@ def _models(model: str | None, baseline: str | None, run: "RunDirectory") -> "li
             f"there is no run in {run.path} and no --model was given",
             "make a run with `lapcli prune --ratio 0.5`, or name a model with --model",
         )
-    chosen.append(("base", resolve_model(baseline) if baseline is not None else context.base_model(None, run)))
-    chosen += [
-        (label, resolve_model(str(folder)))
-        for label, folder in (("sliced", run.sliced), ("recovered", run.recovered))
-        if folder.is_dir()
-    ]
-    return chosen
+    from lapcli.stages.evaluation import models_of
+
+    return models_of(run, resolve_model(baseline) if baseline is not None else context.base_model(None, run))

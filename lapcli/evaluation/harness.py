@@ -306,8 +306,10 @@ def _with_override(manager: Any, name: str, override: Mapping[str, Any]) -> dict
 
 def _unavailable(name: str, harness_name: str, data_sets: Sequence[str], error: Exception) -> DataError:
     layouts = describe_layouts(harness_name, next(iter(data_sets), None))
+    # What a library says offline is that it is so, which the user did not ask for.
+    reason = "the hub cannot be reached" if isinstance(error, ConnectionError) else _first_line(error)
     return DataError(
-        f"the data of {name} could not be loaded ({_first_line(error)})",
+        f"the data of {name} could not be loaded ({reason})",
         f"give a local copy with --task-data DIR: {layouts}; or run with a network"
         if layouts
         else "it needs a network: the hub serves its data sets",

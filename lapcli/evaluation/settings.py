@@ -68,7 +68,7 @@ class EvaluationOptions:
 
     Attributes:
         task_data: folder with local copies of task data (see `lapcli.evaluation.local_data`).
-        batch_size: rows per forward pass; `None`: as many as keep the logits near 256 MB.
+        batch_size: rows per forward pass; `None`: as many as suit the device.
     """
 
     task_data: Path | None = None

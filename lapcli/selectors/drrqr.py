@@ -18,6 +18,9 @@ def select(statistics: HeadStatistics, request: Request) -> Selection:
     Args:
         statistics: `gram_key`, `gram_query` (or `triangle_key`, `triangle_query`) as `score_from` needs them.
         request: kept width, `score_from`, f, and the layer for warnings.
+
+    Raises:
+        ValueError: a head's statistics are not a Gram matrix's.
     """
     heads, _ = statistics.shape
     triangles = [getattr(statistics, name) for name in request.sides("triangle")]
@@ -31,7 +34,10 @@ def select(statistics: HeadStatistics, request: Request) -> Selection:
         joint: FloatArray = sum(grams[1:], start=grams[0]).numpy()
 
         def choose(head: int) -> StrongRRQR:
-            return strong_rrqr_gram(joint[head], request.kept_width, request.f)
+            try:
+                return strong_rrqr_gram(joint[head], request.kept_width, request.f)
+            except ValueError as error:
+                raise ValueError(f"head {head}: {error}") from error
 
     with head_pool(heads) as run:
         chosen: list[StrongRRQR] = list(run(choose, range(heads)))

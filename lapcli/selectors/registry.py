@@ -162,6 +162,8 @@ def _check_statistics(chosen: Selector, statistics: HeadStatistics, score_from: 
     for name, value in present.items():
         _check_shape(name, value, heads, width, layer)
         _check_finite(name, value, layer)
+    if "input_sq" in present and (present["input_sq"] < 0).any():
+        raise DataError(f"layer {layer}: input_sq is negative, but it is a sum of squares", _REMEDIES["input_sq"])
     weights = [present[name].shape[-1] for name in ("weight_key", "weight_query", "input_sq") if name in present]
     if len(set(weights)) > 1:
         raise DataError(f"layer {layer}: weights and inputs differ in model width: {sorted(set(weights))}")

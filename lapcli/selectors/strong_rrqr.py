@@ -92,7 +92,7 @@ def strong_rrqr_gram(gram: FloatArray, k: int, f: float = 1.5, *, measure: bool 
         gram: [n, n], symmetric positive semidefinite, fp64.
         k: columns to keep, 1..n.
         f: tolerance, at least 1.
-        measure: whether to compute the singular values and check the bounds (two thirds of the time).
+        measure: whether to compute the singular values and check the bounds (three quarters of the time).
 
     Raises:
         ValueError: `gram` is not square, finite, symmetric and positive semidefinite, or k or f is out of range.

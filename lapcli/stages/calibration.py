@@ -9,9 +9,8 @@ for bit that of an unbroken run.
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from lapcli.recipe import CalibrationSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors import channel_magnitudes, channel_wanda
 from lapcli.stages.lineage import calibration_lineage, refuse_stale
+from lapcli.stages.observation import observe
 
 _TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
 
@@ -40,67 +40,17 @@ def has_saliency(calibration: Artifact) -> bool:
     return any(name.endswith(".saliency_key") for name in calibration.names)
 
 
-@dataclass
-class _Sums:
-    """The sums of one layer, on the model's device; an `Observer`."""
-
-    layer: StatefulLayer
-    normalized: bool
-    picks: tuple[Tensor, Tensor] | None
-    """Sorted token positions whose queries and keys count; `None` for all."""
-    seen: int = 0
-    gram_key: Tensor = field(default_factory=lambda: torch.empty(0))
-    gram_query: Tensor = field(default_factory=lambda: torch.empty(0))
-    input_sq: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def mixer_input(self, hidden: Tensor) -> None:
-        """Add the squares of `[B, T, D]`."""
-        squares = hidden.detach().double().square().sum(dim=(0, 1))
-        self.input_sq = squares if self.input_sq.numel() == 0 else self.input_sq.add_(squares)
-
-    def queries_keys(self, q: Tensor, k: Tensor) -> None:
-        """Add the Gram matrices of `[B, T, H, K]`."""
-        tokens = q.shape[0] * q.shape[1]
-        for name, values, index in (("gram_query", q, 0), ("gram_key", k, 1)):
-            rows = values.detach().flatten(0, 1)
-            if self.picks is not None:
-                picked = self.picks[index]
-                inside = picked[(picked >= self.seen) & (picked < self.seen + tokens)] - self.seen
-                rows = rows[inside.to(rows.device)]
-            wide = rows.double()
-            if self.normalized:
-                wide = wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-            heads = wide.transpose(0, 1)
-            gram = heads.mT @ heads
-            old: Tensor = getattr(self, name)
-            setattr(self, name, gram if old.numel() == 0 else old.add_(gram))
-        self.seen += tokens
-
-
-def _picks(settings: CalibrationSettings, layer: StatefulLayer) -> tuple[Tensor, Tensor] | None:
-    """Positions of the rows that count, drawn without replacement for queries and keys apart."""
-    if settings.rows is None:
-        return None
-    total = settings.samples * settings.seq_len
-    if settings.rows > total:
-        raise DataError(
-            f"--rows {settings.rows} is more than the {total} tokens of {settings.samples} x {settings.seq_len}"
-        )
-    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + layer.index)
-    drawn = [torch.randperm(total, generator=generator)[: settings.rows].sort().values for _ in range(2)]
-    return drawn[0], drawn[1]
-
-
 class _Partial:
     """The sums of a calibration under way, on disk: written now and then, taken up by the next run.
 
-    They hold for one batch size on one kind of device, since both decide how the sums round.
+    They hold for the same tokens in the same batches on the same kind of device: the two latter decide how the sums
+    round.
     """
 
-    def __init__(self, path: Path, lineage: Lineage, batch: int, device: str, every_seconds: float):
+    def __init__(self, path: Path, lineage: Lineage, key: dict[str, Any], every_seconds: float):
         self.path = path
         self.lineage = lineage
-        self.key = {"batch": batch, "device": device}
+        self.key = key
         self.every_seconds = every_seconds
         self.written = time.monotonic()
 
@@ -135,26 +85,6 @@ def _batches(blocks: TokenBlocks, batch: int, first: int) -> Iterator[tuple[int,
         yield min(start + batch, len(blocks.ids)), blocks.ids[start : start + batch]
 
 
-@contextmanager
-def _observing(family: Family, model: Any, observers: Sequence[_Sums]) -> Generator[None]:
-    handles = [handle for sums in observers for handle in family.attach(model, sums.layer, sums)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _check_finite(sums: Sequence[_Sums], name: str) -> None:
-    for layer in sums:
-        for what, tensor in (("keys", layer.gram_key), ("queries", layer.gram_query), ("inputs", layer.input_sq)):
-            if not torch.isfinite(tensor).all():
-                raise ModelError(
-                    f"the {what} of layer {layer.layer.index} ({layer.layer.mixer}) of {name} are NaN or infinite",
-                    "try --dtype float32; if they stay so, the checkpoint is damaged",
-                )
-
-
 def _gram_pass(
     family: Family,
     model: Any,
@@ -167,29 +97,16 @@ def _gram_pass(
     name: str,
 ) -> dict[str, Tensor]:
     """Stream all tokens through the model once and add up what the selectors need."""
-    observers = [_Sums(layer, settings.normalized, _picks(settings, layer)) for layer in layers]
+    observation = observe(layers, settings)
     device = next(model.parameters()).device
     done, stored = partial.load()
-    for sums in observers if done else ():
-        prefix = f"layers.{sums.layer.index}"
-        sums.gram_key = stored[f"{prefix}.gram_key"].to(device)
-        sums.gram_query = stored[f"{prefix}.gram_query"].to(device)
-        sums.input_sq = stored[f"{prefix}.input_sq"].to(device)
-        sums.seen = done * settings.seq_len
     if done:
+        observation.restore(stored, done * settings.seq_len, device)
         reporter.notice(f"going on after {done} of {settings.samples} samples of an earlier calibration")
-
-    def tensors() -> dict[str, Tensor]:
-        return {
-            f"layers.{sums.layer.index}.{part}": getattr(sums, part)
-            for sums in observers
-            for part in ("gram_key", "gram_query", "input_sq")
-        }
-
     tokens = settings.samples * settings.seq_len
     with (
         torch.inference_mode(),
-        _observing(family, model, observers),
+        observation.attached(family, model),
         reporter.task("calibrating", total=tokens, unit="tokens") as task,
     ):
         task.advance(done * settings.seq_len)
@@ -197,9 +114,9 @@ def _gram_pass(
             # The head's logits are not needed: the body alone runs.
             model.get_decoder()(input_ids=ids.to(device), use_cache=False)
             task.advance(ids.numel())
-            partial.save(now_done, tensors())
-    _check_finite(observers, name)
-    return {key: tensor.cpu() for key, tensor in tensors().items()}
+            partial.save(now_done, observation.tensors())
+    observation.check_finite(name)
+    return {key: tensor.cpu() for key, tensor in observation.tensors().items()}
 
 
 def _projections(layer: StatefulLayer) -> dict[str, Member]:
@@ -403,7 +320,9 @@ def calibrate(
 
     def partial(part: str) -> _Partial:
         path = output.with_name(f".{output.name}.{part}")
-        return _Partial(path, lineage, batch, device.type, checkpoint_seconds)
+        return _Partial(
+            path, lineage, {"batch": batch, "device": device.type, "corpus": blocks.digest}, checkpoint_seconds
+        )
 
     partials = [partial("sums")]
     if existing is None:

@@ -11,7 +11,7 @@ from lapcli.families.source import ModelSource, refuse_quantised
 from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.selectors import KeptWidth
+from lapcli.selectors.budget import KeptWidth
 from lapcli.stages.calibration import calibrate, has_saliency
 from lapcli.stages.lineage import calibration_lineage, refuse_stale, sliced_lineage
 from lapcli.stages.selection import budget_for, select
@@ -94,7 +94,7 @@ def plan_pruning(
     if not layers:
         raise FamilyError(f"{source.name} has no layer with a state, so there is nothing to prune")
     budget = budget_for(layers[0].key_width, selection)
-    needs_saliency = any(name.startswith("saliency") for name in budget.selector.needs)
+    needs_saliency = any(name.startswith("saliency") for name in budget.selector.needs(selection.score_from))
     ready = False
     if run.calibration.is_file():
         existing = read_artifact(run.calibration, "calibration")

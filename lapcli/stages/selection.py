@@ -1,10 +1,10 @@
 """Selection: a calibration in, the kept channels of every head out. Needs no model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lapcli.artifacts import Artifact, digest_document, read_artifact, write_artifact
@@ -12,17 +12,9 @@ from lapcli.artifacts.store import content_digest
 from lapcli.errors import ArtifactError, UsageError
 from lapcli.recipe import SelectionSettings
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.selectors import (
-    HeadStatistics,
-    KeptWidth,
-    Selection,
-    Selector,
-    kept_width,
-    kept_width_from_keep,
-    needed_statistics,
-    select_layer,
-    selector_named,
-)
+from lapcli.selectors.base import HeadStatistics, Selection
+from lapcli.selectors.budget import KeptWidth, kept_width, kept_width_from_keep
+from lapcli.selectors.registry import Selector, select_layer, selector
 from lapcli.stages.lineage import refuse_stale, selection_lineage
 
 
@@ -40,13 +32,13 @@ def budget_for(key_width: int, settings: SelectionSettings) -> Budget:
     Raises:
         UsageError: the method is unknown, the ratio or width cannot be met, or both or neither are given.
     """
-    selector = selector_named(settings.method)
+    chosen = selector(settings.method)
     if (settings.ratio is None) == (settings.keep is None):
         raise UsageError("give either --ratio or --keep", "for example --ratio 0.5")
     if settings.keep is not None:
-        return Budget(selector, kept_width_from_keep(key_width, settings.keep, settings.align))
+        return Budget(chosen, kept_width_from_keep(key_width, settings.keep, settings.align))
     assert settings.ratio is not None
-    return Budget(selector, kept_width(key_width, settings.ratio, settings.align))
+    return Budget(chosen, kept_width(key_width, settings.ratio, settings.align))
 
 
 def _key_width(calibration: Artifact) -> int:
@@ -66,7 +58,7 @@ def plan_selection(calibration: Artifact, settings: SelectionSettings) -> KeptWi
     return budget_for(_key_width(calibration), settings).width
 
 
-def _statistics(calibration: Artifact, needs: tuple[str, ...]) -> tuple[dict[int, HeadStatistics], str]:
+def _statistics(calibration: Artifact, needs: Sequence[str]) -> tuple[dict[int, HeadStatistics], str]:
     """The statistics by layer, and the digest of the very tensors read."""
     read: dict[str, Tensor] = {}
     found: dict[int, HeadStatistics] = {}
@@ -83,12 +75,7 @@ def _statistics(calibration: Artifact, needs: tuple[str, ...]) -> tuple[dict[int
                     else "calibrate again",
                 )
             tensors[name] = read[stored] = calibration.tensor(stored)
-            if not torch.isfinite(tensors[name]).all():
-                raise ArtifactError(
-                    f"{calibration.path}: {name} of layer {index} is NaN or infinite", "calibrate again"
-                )
-        shape: dict[str, Any] = {"heads": layer["heads"], "key_width": layer["key_width"]}
-        found[index] = HeadStatistics(**shape, **tensors, tokens=calibration.lineage.record["tokens"])
+        found[index] = HeadStatistics(**tensors, tokens=calibration.lineage.record["tokens"])
     identity = calibration.lineage.identity()
     return found, digest_document({"identity": identity, "statistics": content_digest(read)})
 
@@ -136,7 +123,9 @@ def select(
     """
     reporter = reporter or SilentReporter()
     budget = budget_for(_key_width(calibration), settings)
-    statistics, digest = _statistics(calibration, needed_statistics(budget.selector, settings.score_from))
+    # The random selector reads nothing, but has to know how many channels there are.
+    needs = budget.selector.needs(settings.score_from) or {"magnitude_key"}
+    statistics, digest = _statistics(calibration, sorted(needs))
     lineage = selection_lineage(calibration, settings, budget.width.width, digest)
     if output.is_file():
         try:

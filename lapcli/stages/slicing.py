@@ -74,7 +74,7 @@ def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int
         indices = selection.tensor(f"layers.{layer.index}.kept").numpy()
         if indices.ndim != 2 or indices.shape[0] != layer.heads:
             raise ArtifactError(
-                f"{selection.path} keeps {list(indices.shape)} for layer {layer.index}, which has {layer.heads} key heads"
+                f"{selection.path} keeps {list(indices.shape)} in layer {layer.index}, of {layer.heads} key heads"
             )
         if indices.min() < 0 or indices.max() >= layer.key_width or (np.diff(indices, axis=1) <= 0).any():
             raise ArtifactError(

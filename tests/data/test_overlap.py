@@ -27,9 +27,18 @@ def index() -> HeldOutIndex:
 @pytest.mark.parametrize(
     "paragraph",
     [
-        pytest.param('The "try" statement specifies exception handlers and/or cleanup code\nfor a group of statements:', id="as-is"),
-        pytest.param("The try statement specifies\n   exception handlers and / or cleanup code for a group of statements", id="unquoted-rewrapped"),
-        pytest.param("THE ‘TRY’ STATEMENT SPECIFIES EXCEPTION HANDLERS AND/OR CLEANUP CODE FOR A GROUP OF STATEMENTS", id="case-and-quotes"),
+        pytest.param(
+            'The "try" statement specifies exception handlers and/or cleanup code\nfor a group of statements:',
+            id="as-is",
+        ),
+        pytest.param(
+            "The try statement specifies\n   exception handlers and / or cleanup code for a group of statements",
+            id="unquoted-rewrapped",
+        ),
+        pytest.param(
+            "THE ‘TRY’ STATEMENT SPECIFIES EXCEPTION HANDLERS AND/OR CLEANUP CODE FOR A GROUP OF STATEMENTS",
+            id="case-and-quotes",
+        ),
         pytest.param("Short one!", id="whole-short-paragraph"),
         pytest.param("no exception handler is executed", id="part-of-a-longer-one"),
         pytest.param(
@@ -38,7 +47,7 @@ def index() -> HeldOutIndex:
             id="run-of-thirteen-words-inside",
         ),
     ],
-)  # fmt: skip
+)
 def test_renderings_of_held_out_paragraphs_occur(index: HeldOutIndex, paragraph: str):
     assert index.occurs(paragraph)
 
@@ -49,10 +58,13 @@ def test_renderings_of_held_out_paragraphs_occur(index: HeldOutIndex, paragraph:
         pytest.param("", id="empty"),
         pytest.param("one", id="single-word-that-occurs"),
         pytest.param("no exception handler", id="three-words-that-occur"),
-        pytest.param("The try statement is not what this paragraph is about, though it names exception handlers.", id="same-topic"),
+        pytest.param(
+            "The try statement is not what this paragraph is about, though it names exception handlers.",
+            id="same-topic",
+        ),
         pytest.param("to whatever follows " * 5, id="repeats-of-a-part"),
     ],
-)  # fmt: skip
+)
 def test_other_paragraphs_do_not(index: HeldOutIndex, paragraph: str):
     assert not index.occurs(paragraph)
 

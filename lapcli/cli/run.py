@@ -1,0 +1,87 @@
+"""`lapcli run`: a whole recipe, each step skipped where its result is there."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lapcli.cli import options
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("run", help="Run a recipe: calibrate, select, slice and evaluate, going on from what is there.")(run)
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file; `lapcli list recipes` shows those that ship.")],
+    model: Annotated[str | None, typer.Option(help="The model, instead of the recipe's.")] = None,
+    task_data: Annotated[Path | None, typer.Option(help="Folder with local copies of task data.")] = None,
+    validate_only: Annotated[bool, typer.Option("--validate", help="Check the recipe and stop.")] = False,
+    run_path: options.Run = options.DEFAULT_RUN,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernel: options.Kernel = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Leave the chain's results in the run directory."""
+    from lapcli.cli import context, display
+    from lapcli.recipe import read_recipe
+
+    plan = read_recipe(recipe)
+    if validate_only:
+        display.closing(f"{recipe} is valid", quiet=quiet)
+        return
+    from lapcli.families.source import resolve_model
+
+    directory = context.run_directory(run_path)
+    source = resolve_model(model or plan.model)
+
+    from lapcli.machine import Machine
+    from lapcli.stages.pruning import plan_document, plan_pruning, prune
+
+    pruning = plan_pruning(source, plan.calibration, plan.selection, directory)
+    if dry_run:
+        facts = {**plan_document(pruning), "tasks": plan.evaluation.tasks if plan.evaluation else []}
+        if as_json:
+            display.emit({"dry_run": True, **facts})
+        else:
+            display.facts("would do (nothing was done)", facts)
+        return
+    machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    reporter = display.DisplayReporter(quiet or as_json)
+    with directory.lock():
+        result = prune(
+            source,
+            plan.calibration,
+            plan.selection,
+            directory,
+            machine=machine,
+            overwrite=overwrite,
+            reporter=reporter,
+        )
+        evaluation = None
+        if plan.evaluation is not None:
+            from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
+            from lapcli.stages.evaluation import evaluate_into, models_of
+
+            evaluation = evaluate_into(
+                directory.evaluation,
+                models_of(directory, source),
+                plan.evaluation.tasks,
+                EvaluationSettings(limit=plan.evaluation.limit),
+                options=EvaluationOptions(task_data=task_data),
+                machine=machine,
+                reporter=reporter,
+            )
+    if as_json:
+        document = result.document(directory)
+        display.emit({**document, "evaluation": evaluation.to_json() if evaluation else None})
+        return
+    if evaluation is not None:
+        display.evaluation(evaluation, quiet=quiet)
+    display.closing(f"done: {directory.sliced}", quiet=quiet)

@@ -1,0 +1,122 @@
+"""The sums that a calibration keeps of each layer, and how they grow as tokens pass through the model."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapcli.errors import DataError, ModelError
+from lapcli.families.base import Family, StatefulLayer
+from lapcli.recipe import CalibrationSettings
+
+_PARTS = ("gram_key", "gram_query", "input_sq")
+
+
+@dataclass
+class _Sums:
+    """The sums of one layer, on the model's device; an `Observer`."""
+
+    layer: StatefulLayer
+    normalized: bool
+    picks: tuple[Tensor, Tensor] | None
+    """Sorted token positions whose queries and keys count; `None` for all."""
+    seen: int = 0
+    gram_key: Tensor = field(default_factory=lambda: torch.empty(0))
+    gram_query: Tensor = field(default_factory=lambda: torch.empty(0))
+    input_sq: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def mixer_input(self, hidden: Tensor) -> None:
+        """Add the squares of `[B, T, D]`."""
+        squares = hidden.detach().double().square().sum(dim=(0, 1))
+        self.input_sq = squares if self.input_sq.numel() == 0 else self.input_sq.add_(squares)
+
+    def queries_keys(self, q: Tensor, k: Tensor) -> None:
+        """Add the Gram matrices of `[B, T, H, K]`."""
+        tokens = q.shape[0] * q.shape[1]
+        for name, values, index in (("gram_query", q, 0), ("gram_key", k, 1)):
+            rows = values.detach().flatten(0, 1)
+            if self.picks is not None:
+                picked = self.picks[index]
+                inside = picked[(picked >= self.seen) & (picked < self.seen + tokens)] - self.seen
+                rows = rows[inside.to(rows.device)]
+            wide = rows.double()
+            if self.normalized:
+                wide = wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+            heads = wide.transpose(0, 1)
+            gram = heads.mT @ heads
+            old: Tensor = getattr(self, name)
+            setattr(self, name, gram if old.numel() == 0 else old.add_(gram))
+        self.seen += tokens
+
+
+def _picks(settings: CalibrationSettings, layer: StatefulLayer) -> tuple[Tensor, Tensor] | None:
+    """Positions of the rows that count, drawn without replacement for queries and keys apart."""
+    if settings.rows is None:
+        return None
+    total = settings.samples * settings.seq_len
+    if settings.rows > total:
+        raise DataError(
+            f"--rows {settings.rows} is more than the {total} tokens of {settings.samples} x {settings.seq_len}"
+        )
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + layer.index)
+    drawn = [torch.randperm(total, generator=generator)[: settings.rows].sort().values for _ in range(2)]
+    return drawn[0], drawn[1]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The sums of all layers."""
+
+    layers: tuple[_Sums, ...]
+
+    @contextmanager
+    def attached(self, family: Family, model: Any) -> Generator[None]:
+        """Let the sums grow by every forward pass within the context."""
+        handles = [handle for sums in self.layers for handle in family.attach(model, sums.layer, sums)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The sums under the names that the artifact gives them."""
+        return {f"layers.{sums.layer.index}.{part}": getattr(sums, part) for sums in self.layers for part in _PARTS}
+
+    def restore(self, stored: Mapping[str, Tensor], seen: int, device: torch.device) -> None:
+        """Take up sums over the first `seen` tokens."""
+        for sums in self.layers:
+            for part in _PARTS:
+                setattr(sums, part, stored[f"layers.{sums.layer.index}.{part}"].to(device))
+            sums.seen = seen
+
+    def nbytes(self) -> int:
+        """Memory that the sums take."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    def check_finite(self, name: str) -> None:
+        """Refuse sums that are NaN or infinite.
+
+        Args:
+            name: of the model, for the message.
+
+        Raises:
+            ModelError: some are; the layer is named.
+        """
+        for layer in self.layers:
+            for what, tensor in (("keys", layer.gram_key), ("queries", layer.gram_query), ("inputs", layer.input_sq)):
+                if not torch.isfinite(tensor).all():
+                    raise ModelError(
+                        f"the {what} of layer {layer.layer.index} ({layer.layer.mixer}) of {name} are NaN or infinite",
+                        "try --dtype float32; if they stay so, the checkpoint is damaged",
+                    )
+
+
+def observe(layers: Sequence[StatefulLayer], settings: CalibrationSettings | None = None) -> Observation:
+    """Empty sums for these layers; over all tokens and unnormalised unless the settings say otherwise."""
+    if settings is None:
+        return Observation(tuple(_Sums(layer, False, None) for layer in layers))
+    return Observation(tuple(_Sums(layer, settings.normalized, _picks(settings, layer)) for layer in layers))

@@ -1,0 +1,289 @@
+"""Calibration: the sums are those of the activations, whatever the batches, and a kill costs nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lapcli.artifacts import read_artifact
+from lapcli.data import token_blocks
+from lapcli.errors import ArtifactError, DataError, FamilyError, ModelError, UsageError
+from lapcli.families.loading import load_model, load_tokenizer, resolve_model
+from lapcli.families.registry import family_for
+from lapcli.machine import Machine
+from lapcli.reporting import SilentReporter
+from lapcli.stages import calibration as module
+from lapcli.stages.calibration import calibrate, has_saliency
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+
+CPU = Machine(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def calibrated(model, settings, tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibration") / "calibration.safetensors"
+    artifact, worked = calibrate(model, settings, path, machine=CPU, saliency=True)
+    assert worked
+    return artifact
+
+
+class Keep:
+    """Keeps what passes, in fp64."""
+
+    def __init__(self):
+        self.q, self.k, self.x = [], [], []
+
+    def mixer_input(self, hidden):
+        self.x.append(hidden.double())
+
+    def queries_keys(self, q, k):
+        self.q.append(q.double())
+        self.k.append(k.double())
+
+
+def blocks_of(model, settings):
+    return token_blocks(
+        settings.data,
+        load_tokenizer(model),
+        samples=settings.samples,
+        seq_len=settings.seq_len,
+        seed=settings.seed,
+        reporter=SilentReporter(),
+    )
+
+
+@pytest.fixture(scope="module")
+def activations(model, settings):
+    """Queries, keys and inputs of all tokens by layer, from passes of one row each."""
+    family = family_for(model.config)
+    network = load_model(model)
+    kept = {}
+    for layer in family.layers(model.config):
+        keep = Keep()
+        handles = family.attach(network, layer, keep)
+        with torch.no_grad():
+            for row in blocks_of(model, settings).ids:
+                network(input_ids=row[None])
+        for handle in handles:
+            handle.remove()
+        kept[layer.index] = {name: torch.cat(getattr(keep, name)).flatten(0, 1) for name in ("q", "k", "x")}
+    return kept
+
+
+def test_sums_are_those_of_the_activations(calibrated, activations):
+    for index, kept in activations.items():
+        for name, rows in (("gram_query", kept["q"]), ("gram_key", kept["k"])):
+            wanted = torch.einsum("nhi,nhj->hij", rows, rows)
+            found = calibrated.tensor(f"layers.{index}.{name}")
+            assert found.dtype == torch.float64
+            # Both sum the same fp32 activations in fp64; the activations differ by the fp32 rounding of another batch.
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+        wanted = kept["x"].square().sum(0)
+        torch.testing.assert_close(calibrated.tensor(f"layers.{index}.input_sq"), wanted, rtol=1e-5, atol=0)
+
+
+def test_weight_statistics_are_sums_over_rows(calibrated, model, activations):
+    network = load_model(model)
+    for index, kept in activations.items():
+        for side in ("key", "query"):
+            weight = network.get_parameter(f"model.layers.{index}.attn.{side[0]}_proj.weight").detach().double()
+            rows = weight.view(2, 32, -1).abs()
+            magnitude = calibrated.tensor(f"layers.{index}.magnitude_{side}")
+            torch.testing.assert_close(magnitude, rows.sum(-1), rtol=1e-12, atol=0)
+            wanted = (rows * kept["x"].square().sum(0).sqrt()).sum(-1)
+            torch.testing.assert_close(calibrated.tensor(f"layers.{index}.wanda_{side}"), wanted, rtol=1e-5, atol=0)
+
+
+def test_saliency_is_weight_times_gradient_of_the_mean_loss(calibrated, model, settings):
+    network = load_model(model).train(False)
+    ids = blocks_of(model, settings).ids
+    network(input_ids=ids, labels=ids).loss.backward()
+    for index in (0, 1):
+        for side in ("key", "query"):
+            weight = network.get_parameter(f"model.layers.{index}.attn.{side[0]}_proj.weight")
+            wanted = (weight * weight.grad).detach().double().abs().view(2, 32, -1).sum(-1)
+            found = calibrated.tensor(f"layers.{index}.saliency_{side}")
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 * wanted.max().item())
+
+
+def test_a_second_run_does_no_work(calibrated, model, settings, monkeypatch):
+    monkeypatch.setattr(module, "load_model", None)
+    artifact, worked = calibrate(model, settings, calibrated.path, machine=CPU, saliency=True)
+    assert not worked
+    assert artifact.names == calibrated.names
+
+
+def test_saliency_extends_and_keeps_the_sums(model, settings, calibrated, tmp_path):
+    path = tmp_path / "c.safetensors"
+    first, _ = calibrate(model, settings, path, machine=CPU)
+    assert not has_saliency(first)
+    sums = first.tensors()
+    second, worked = calibrate(model, settings, path, machine=CPU, saliency=True)
+    assert worked
+    assert has_saliency(second)
+    for name, tensor in second.tensors().items():
+        assert torch.equal(tensor, sums.get(name, calibrated.tensor(name))), name
+
+
+def test_another_text_is_stale_and_says_so(model, settings, calibrated):
+    other = settings.model_copy(update={"samples": 8})
+    with pytest.raises(ArtifactError, match="samples: 8 wanted, 12 found"):
+        calibrate(model, other, calibrated.path, machine=CPU)
+
+
+def test_memory_does_not_grow_with_the_text(model, settings, calibrated, tmp_path):
+    few, _ = calibrate(model, settings.model_copy(update={"samples": 2}), tmp_path / "few.safetensors", machine=CPU)
+    sizes = [sum(t.nbytes for n, t in a.tensors().items() if "saliency" not in n) for a in (few, calibrated)]
+    assert sizes[0] == sizes[1]
+
+
+def test_rows_draws_that_many(model, settings, activations, tmp_path):
+    drawn, _ = calibrate(model, settings.model_copy(update={"rows": 40}), tmp_path / "rows.safetensors", machine=CPU)
+    gram = drawn.tensor("layers.0.gram_key")
+    # The trace is a sum over 40 of the 1536 tokens' squared norms.
+    norms = activations[0]["k"].square().sum(-1).sort(dim=0).values
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert (trace >= norms[:40].sum(0) * 0.999).all()
+    assert (trace <= norms[-40:].sum(0) * 1.001).all()
+    assert (torch.linalg.matrix_rank(gram) <= 40).all()
+
+
+def test_normalized_rows_have_length_one(model, settings, tmp_path):
+    changed = settings.model_copy(update={"normalized": True})
+    unit, _ = calibrate(model, changed, tmp_path / "unit.safetensors", machine=CPU)
+    trace = unit.tensor("layers.0.gram_query").diagonal(dim1=-2, dim2=-1).sum(-1)
+    tokens = settings.samples * settings.seq_len
+    # The 1e-6 under the root shortens small vectors a little.
+    assert (trace <= tokens).all()
+    assert (trace > 0.99 * tokens).all()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lapcli.families.loading import resolve_model
+from lapcli.machine import Machine
+from lapcli.recipe import CalibrationSettings
+from lapcli.stages import calibration as module
+
+module._TOKENS_PER_BATCH["cpu"] = 256
+saved = module._Partial.save
+left = int(sys.argv[4])
+
+def save(self, done, tensors):
+    global left
+    saved(self, done, tensors)
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+module._Partial.save = save
+settings = CalibrationSettings(data=sys.argv[2], samples=12, seq_len=128)
+module.calibrate(resolve_model(sys.argv[1]), settings, Path(sys.argv[3]), machine=Machine(device="cpu"),
+                 saliency=True, checkpoint_seconds=0.0)
+"""
+
+
+@pytest.mark.parametrize("batches", [2, 8], ids=["in-the-sums", "in-the-saliency"])
+def test_killed_and_started_again_it_is_bit_equal(model, settings, tmp_path, monkeypatch, batches):
+    monkeypatch.setitem(module._TOKENS_PER_BATCH, "cpu", 256)
+    unbroken, _ = calibrate(model, settings, tmp_path / "unbroken.safetensors", machine=CPU, saliency=True)
+    path = tmp_path / "killed.safetensors"
+    arguments = [sys.executable, "-c", KILLED, str(model.path), settings.data, str(path)]
+    killed = subprocess.run([*arguments, str(batches)], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not path.exists()
+    reporter = SilentReporter()
+    resumed, _ = calibrate(model, settings, path, machine=CPU, saliency=True, reporter=reporter)
+    assert any("going on after" in notice for notice in reporter.notices) == (batches == 2)
+    assert resumed.names == unbroken.names
+    for name, tensor in resumed.tensors().items():
+        assert torch.equal(tensor, unbroken.tensor(name)), name
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".killed")] == []
+
+
+def test_a_damaged_calibration_is_refused_unless_told(model, settings, tmp_path):
+    path = tmp_path / "c.safetensors"
+    path.write_bytes(b"half a file")
+    with pytest.raises(ArtifactError, match="truncated"):
+        calibrate(model, settings, path, machine=CPU)
+    calibrate(model, settings, path, machine=CPU, overwrite=True)
+    read_artifact(path, "calibration")
+
+
+def test_nan_statistics_name_the_layer(settings, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_gated_deltanet(tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.attn.k_proj.weight"][3, 3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"keys of layer 1 \(model\.layers\.1\.attn\)"):
+        calibrate(resolve_model(str(folder)), settings, tmp_path / "c.safetensors", machine=CPU)
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples": 1, "seq_len": 16}, "16 tokens cannot span the 32 key channels"),
+        ({"rows": 8}, "8 tokens cannot span the 32 key channels"),
+        ({"seq_len": 4096}, "longer than the 2048 tokens"),
+    ],
+    ids=["few-tokens", "few-rows", "long"],
+)
+def test_hopeless_requests_are_refused_before_any_work(model, settings, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(module, "load_tokenizer", None)
+    with pytest.raises(DataError, match=message):
+        calibrate(model, settings.model_copy(update=changes), tmp_path / "c.safetensors", machine=CPU)
+
+
+def test_unknown_family_lists_the_known(model, settings, tmp_path):
+    import json
+
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (tmp_path / "m" / "model.safetensors").write_bytes((model.path / "model.safetensors").read_bytes())
+    with pytest.raises(FamilyError, match="delta_net, gated_deltanet"):
+        calibrate(resolve_model(str(tmp_path / "m")), settings, tmp_path / "c.safetensors", machine=CPU)
+
+
+def test_softmax_layers_are_skipped_with_a_word(settings, tmp_path):
+    source = resolve_model(str(tiny_delta_net(tmp_path / "m")))
+    source.config["attn"] = {"layers": [1], "num_heads": 2}
+    reporter = SilentReporter()
+    layers = module.check_calibration(source, settings, reporter)
+    assert [layer.index for layer in layers] == [0]
+    assert "1 layers of" in reporter.notices[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_cuda_is_a_usage_error():
+    with pytest.raises(UsageError, match="there are 0 CUDA devices here"):
+        Machine(device="cuda").torch_device()
+
+
+def test_require_fast_fails_where_nothing_is_fast(model, settings, tmp_path):
+    reporter = SilentReporter()
+    calibrate(model, settings, tmp_path / "c.safetensors", machine=CPU, reporter=reporter)
+    assert sum(notice.startswith("kernel: chunked") for notice in reporter.notices) == 1
+    fast = Machine(device="cpu", require_fast=True)
+    with pytest.raises(ModelError, match="--require-fast: the chunked kernel would run"):
+        calibrate(model, settings, tmp_path / "d.safetensors", machine=fast)
+
+
+def test_sigterm_leaves_nothing_under_the_final_name(model, settings, tmp_path):
+    """The command, stopped in the middle, says so and exits 130; the next run completes."""
+    arguments = [sys.executable, "-m", "lapcli", "calibrate", str(model.path), "--data", settings.data]
+    arguments += ["--samples", "12", "--seq-len", "128", "--run", str(tmp_path / "run")]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    _out, err = process.communicate()
+    assert process.returncode == 130, err
+    assert "interrupted" in err
+    assert not (tmp_path / "run" / "calibration.safetensors").exists()
