@@ -4,8 +4,8 @@ That way: for each head, LAPACK's pivoted QR of a 5000 x K matrix of keys and qu
 that matrix at every exchange. `refactoring_rrqr` does so, written for this comparison, in fp64 as well, where its
 answer can be held against ours: a ratio is given only where both kept the same channels in every head timed.
 
-What is compared runs on one core, one head after the other, so that a ratio says nothing of how many cores there are
-or who else uses them; what the stage takes on all cores stands apart.
+All of it runs on one core, one head after the other, so that a ratio says nothing of how many cores there are or who
+else uses them.
 """
 
 import time
@@ -61,13 +61,12 @@ class SelectionRow:
         width: K.
         kept: K'.
         swaps: exchanges that strong RRQR made, over all heads.
-        gram_seconds: the Gram sums, one core; calibration makes them in passing, and no figure below includes them.
-        choose_seconds: choosing alone, one core: all that the released way does.
-        check_seconds: choosing, singular values and bounds, one core.
-        stage_seconds: the same through `select_layer`, as the selection stage runs it, on all cores.
+        gram_seconds: the Gram sums; calibration makes them in passing, and no figure below includes them.
+        choose_seconds: choosing alone, all that the released way does.
+        stage_seconds: `select_layer` as the stage calls it: choosing, singular values, bounds checked.
         released_heads: heads on which the released way was timed; its seconds are scaled up from them.
-        released_seconds: the released way, fp64, one core.
-        released_fp32_seconds: the released way, fp32 as released, one core.
+        released_seconds: the released way, fp64.
+        released_fp32_seconds: the released way, fp32 as released.
         same_sets: of the heads timed, in how many it kept what we keep, fp64.
         same_sets_fp32: likewise, fp32.
     """
@@ -79,7 +78,6 @@ class SelectionRow:
     swaps: int
     gram_seconds: float
     choose_seconds: float
-    check_seconds: float
     stage_seconds: float
     released_heads: int
     released_seconds: float
@@ -95,7 +93,7 @@ class SelectionRow:
     @property
     def ratio_with_bounds(self) -> float | None:
         """The same, with our time for singular values and bounds, which the released way does not compute."""
-        return self._against(self.released_seconds, self.check_seconds)
+        return self._against(self.released_seconds, self.stage_seconds)
 
     @property
     def ratio_fp32(self) -> float | None:
@@ -269,17 +267,13 @@ def _time_case(case: SelectionCase, repeats: int, released_heads: int) -> Select
         )
         for first in range(0, heads, case.heads)
     ]
-    choosing, checking, staging = [], [], []
+    choosing, staging = [], []
     chosen: list[StrongRRQR] = []
     for _ in range(repeats):
         with one_blas_thread():
             start = time.perf_counter()
             chosen = [strong_rrqr_gram(gram, case.kept, _F, measure=False) for gram in joint]
             choosing.append(time.perf_counter() - start)
-            start = time.perf_counter()
-            for gram in joint:
-                strong_rrqr_gram(gram, case.kept, _F)
-            checking.append(time.perf_counter() - start)
         start = time.perf_counter()
         for number, layer in enumerate(layers):
             select_layer("drrqr", layer, case.kept, f=_F, layer=number)
@@ -294,7 +288,6 @@ def _time_case(case: SelectionCase, repeats: int, released_heads: int) -> Select
         swaps=sum(found.swaps for found in chosen),
         gram_seconds=spent["gram"],
         choose_seconds=float(np.median(choosing)),
-        check_seconds=float(np.median(checking)),
         stage_seconds=float(np.median(staging)),
         released_heads=len(timed),
         released_seconds=spent["released"] * scale,

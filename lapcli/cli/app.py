@@ -1,5 +1,6 @@
 """The application, and the one boundary where errors become text and exit codes."""
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -43,6 +44,8 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line; exit 0 done, 1 failed, 2 usage, 3 a check does not hold, 130 interrupted."""
+    # Before torch starts its threads: idle ones that spin slow small LAPACK calls a hundredfold on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:

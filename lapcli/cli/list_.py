@@ -47,7 +47,7 @@ def _families() -> tuple[list[str], list[list[str]]]:
 
 
 def _selectors() -> tuple[list[str], list[list[str]]]:
-    from lapcli.selectors import SELECTORS
+    from lapcli.selectors.registry import SELECTORS
 
     return ["selector", "keeps the channels", "source"], [
         [selector.name, selector.summary, selector.source] for selector in SELECTORS.values()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 ScoreFrom: TypeAlias = Literal["both", "key", "query"]
@@ -19,15 +19,15 @@ ScoreFrom: TypeAlias = Literal["both", "key", "query"]
 class HeadStatistics:
     """What is known of one layer, per key head.
 
-    Where several heads share a key head (GVA, shared queries), each entry is the sum over them; for the query
-    weights, whose absolute values the selectors add, the sum of the absolute values.
+    Where several heads share a key head (GVA, shared queries), each entry is the sum over them.
 
     Attributes:
         gram_key: `Kc^T Kc` of the calibration's keys, fp64.
         gram_query: `Qc^T Qc` of its queries, fp64.
-        weight_key: key projection, one row of D inputs per channel, any float dtype.
-        weight_query: query projection, likewise.
-        input_sq: per input of the mixer, the sum over tokens of its square, fp64.
+        magnitude_key: per key channel, `sum_i |W_ij|`, fp64.
+        magnitude_query: likewise for queries.
+        wanda_key: per key channel, `sum_i |W_ij| ||X_:i||_2` over the mixer's inputs, fp64.
+        wanda_query: likewise for queries.
         saliency_key: per key channel, `sum_i |W_ij dL/dW_ij|`, fp64.
         saliency_query: likewise for queries.
         tokens: calibration tokens behind the sums.
@@ -38,9 +38,10 @@ class HeadStatistics:
 
     gram_key: Float64[Tensor, "H K K"] | None = None
     gram_query: Float64[Tensor, "H K K"] | None = None
-    weight_key: Float[Tensor, "H K D"] | None = None
-    weight_query: Float[Tensor, "H K D"] | None = None
-    input_sq: Float64[Tensor, " D"] | None = None
+    magnitude_key: Float64[Tensor, "H K"] | None = None
+    magnitude_query: Float64[Tensor, "H K"] | None = None
+    wanda_key: Float64[Tensor, "H K"] | None = None
+    wanda_query: Float64[Tensor, "H K"] | None = None
     saliency_key: Float64[Tensor, "H K"] | None = None
     saliency_query: Float64[Tensor, "H K"] | None = None
     tokens: int = 0
@@ -112,7 +113,7 @@ class Selection(NamedTuple):
         warnings: what the user should look at, one sentence each.
     """
 
-    kept: Int64[Tensor, "H K'"]
+    kept: Int64[Tensor, "H kept"]
     scores: Float64[Tensor, "H K"]
     bounds: RankBounds | None = None
     warnings: tuple[str, ...] = ()
@@ -170,3 +171,15 @@ def keep_best(scores: Float64[Tensor, "H K"], kept_width: int) -> Selection:
     """
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     return Selection(order[:, :kept_width].sort(dim=-1).values, scores)
+
+
+def best_of_sum(statistics: HeadStatistics, request: Request, stem: str) -> Selection:
+    """Keep the channels whose statistic is largest, summed over the sides that `score_from` lets decide.
+
+    Args:
+        statistics: of one layer.
+        request: kept width and `score_from`.
+        stem: "magnitude" stands for `magnitude_key` and `magnitude_query`, and so on.
+    """
+    sides = [statistic(statistics, name) for name in request.sides(stem)]
+    return keep_best(sum(sides[1:], start=sides[0]), request.kept_width)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from lapcli.selectors.base import HeadStatistics, RankBounds, Request, Selection, statistic
-from lapcli.selectors.lapack import FloatArray, head_pool
+from lapcli.selectors.lapack import FloatArray, one_blas_thread
 from lapcli.selectors.strong_rrqr import StrongRRQR, strong_rrqr_gram
 from lapcli.selectors.strong_rrqr_qr import stack_triangles, strong_rrqr_qr
 
@@ -30,8 +30,8 @@ def select(statistics: HeadStatistics, request: Request) -> Selection:
         def choose(head: int) -> StrongRRQR:
             return strong_rrqr_qr(stack_triangles(*(side[head] for side in sides)), request.kept_width, request.f)
     else:
-        grams = [statistic(statistics, name) for name in request.sides("gram")]
-        joint: FloatArray = sum(grams[1:], start=grams[0]).numpy()
+        grams: list[FloatArray] = [statistic(statistics, name).numpy() for name in request.sides("gram")]
+        joint = grams[0] if len(grams) == 1 else grams[0] + grams[1]
 
         def choose(head: int) -> StrongRRQR:
             try:
@@ -39,8 +39,8 @@ def select(statistics: HeadStatistics, request: Request) -> Selection:
             except ValueError as error:
                 raise ValueError(f"head {head}: {error}") from error
 
-    with head_pool(heads) as run:
-        chosen: list[StrongRRQR] = list(run(choose, range(heads)))
+    with one_blas_thread():
+        chosen = [choose(head) for head in range(heads)]
 
     bounds = _stack(chosen)
     return Selection(

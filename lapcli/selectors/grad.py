@@ -1,6 +1,6 @@
 """`grad`: channels whose weights the loss is most sensitive to, to first order. Source: arXiv 2602.04852, Sec. 3.4."""
 
-from lapcli.selectors.base import HeadStatistics, Request, Selection, keep_best, statistic
+from lapcli.selectors.base import HeadStatistics, Request, Selection, best_of_sum
 
 
 def select(statistics: HeadStatistics, request: Request) -> Selection:
@@ -10,5 +10,4 @@ def select(statistics: HeadStatistics, request: Request) -> Selection:
         statistics: `saliency_key`, `saliency_query` as `score_from` needs them.
         request: kept width and `score_from`.
     """
-    sides = [statistic(statistics, name) for name in request.sides("saliency")]
-    return keep_best(sum(sides[1:], start=sides[0]), request.kept_width)
+    return best_of_sum(statistics, request, "saliency")

@@ -1,13 +1,10 @@
 """The few dense factorisations that strong RRQR needs, with types, on fp64 arrays in Fortran order.
 
-Heads are small and many, so they are worked on side by side with one BLAS thread each (`head_pool`): a BLAS that
-splits a 128 x 128 product over every core of a large machine waits longer than it computes.
+A head is small: a BLAS that splits a 128 x 128 product over every core of a machine waits longer than it computes, and
+far longer where others use those cores. Callers work within `one_blas_thread`.
 """
 
-import os
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -100,24 +97,7 @@ def _thread_pools() -> Any:
     return ThreadpoolController()
 
 
-def usable_cores() -> int:
-    """The number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
 def one_blas_thread() -> AbstractContextManager[Any]:
     """Within it, BLAS and LAPACK run on the thread that calls them."""
     limiter: AbstractContextManager[Any] = _thread_pools().limit(limits=1, user_api="blas")
     return limiter
-
-
-@contextmanager
-def head_pool(heads: int) -> Generator[Callable[..., Iterator[Any]]]:
-    """Yield a `map` that works on heads side by side, one BLAS thread each, results in order."""
-    with one_blas_thread():
-        workers = min(heads, usable_cores())
-        if workers <= 1:
-            yield map
-            return
-        with ThreadPoolExecutor(workers) as pool:
-            yield pool.map

@@ -28,7 +28,8 @@ from lapcli.families.source import ModelSource
 from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.selectors import channel_magnitudes, channel_wanda
+from lapcli.selectors.l1 import channel_magnitudes
+from lapcli.selectors.s_wanda import channel_wanda
 from lapcli.stages.lineage import calibration_lineage, refuse_stale
 from lapcli.stages.observation import observe
 

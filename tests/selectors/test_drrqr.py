@@ -60,8 +60,7 @@ def test_streamed_triangles_choose_the_same(score_from):
 def test_sums_over_the_heads_that_share_a_key_head_are_the_stacked_activations():
     # Two query heads read one key head: their queries are more rows of the same matrix.
     keys, queries = activations(4, heads=1), activations(5, heads=2)
-    shared = grams(keys, queries)
-    shared = replace(shared, gram_query=shared.gram_query.sum(0, keepdim=True))
+    shared = replace(grams(keys, keys), gram_query=grams(queries, queries).gram_query.sum(0, keepdim=True))
     stacked = grams(keys, queries.reshape(1, 2 * ROWS, K))
     assert torch.equal(select_layer("drrqr", shared, 8).kept, select_layer("drrqr", stacked, 8).kept)
 

@@ -8,7 +8,7 @@ from lapcli.errors import DataError, UsageError
 from lapcli.selectors.base import HeadStatistics
 from lapcli.selectors.registry import SELECTORS, select_layer, selector
 
-H, K, D, KEPT = 3, 32, 24, 16
+H, K, KEPT = 3, 32, 16
 
 
 def random_statistics(heads=H, width=K, seed=0):
@@ -21,9 +21,10 @@ def random_statistics(heads=H, width=K, seed=0):
     return HeadStatistics(
         gram_key=keys.mT @ keys,
         gram_query=queries.mT @ queries,
-        weight_key=normal(heads, width, D).float(),
-        weight_query=normal(heads, width, D).float(),
-        input_sq=normal(D).square(),
+        magnitude_key=normal(heads, width).abs(),
+        magnitude_query=normal(heads, width).abs(),
+        wanda_key=normal(heads, width).abs(),
+        wanda_query=normal(heads, width).abs(),
         saliency_key=normal(heads, width).abs(),
         saliency_query=normal(heads, width).abs(),
         tokens=200,
@@ -62,7 +63,7 @@ def test_what_is_needed_is_enough_and_nothing_less_is(statistics, method, score_
     needs = SELECTORS[method].needs(score_from)
     absent = {name: None for name in statistics.__dataclass_fields__ if name not in needs | {"tokens"}}
     if not needs:
-        absent.pop("weight_key")  # rand needs only to know how many channels there are
+        absent.pop("magnitude_key")  # rand needs only to know how many channels there are
     enough = replace(statistics, **absent)
     assert torch.equal(
         select_layer(method, enough, KEPT, score_from).kept, select_layer(method, statistics, KEPT, score_from).kept
@@ -92,12 +93,11 @@ def test_an_unknown_method_names_the_nearest(typed, meant):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["gram_key", "weight_query", "saliency_key", "input_sq"])
+@pytest.mark.parametrize("name", ["gram_key", "magnitude_query", "saliency_key", "wanda_key"])
 def test_statistics_that_are_not_finite_name_layer_and_head(statistics, name, value):
     bad = getattr(statistics, name).clone()
     bad[-1] = value
-    where = "" if name == "input_sq" else f" in head {H - 1}"
-    with pytest.raises(DataError, match=f"layer 4: {name} holds NaN or infinity{where}"):
+    with pytest.raises(DataError, match=f"layer 4: {name} holds NaN or infinity in head {H - 1}"):
         select_layer("drrqr", replace(statistics, **{name: bad}), KEPT, layer=4)
 
 
@@ -106,10 +106,6 @@ def test_statistics_that_do_not_fit_each_other_are_refused(statistics):
         select_layer("drrqr", replace(statistics, gram_query=statistics.gram_query[:, 1:, 1:]), KEPT, layer=2)
     with pytest.raises(DataError, match=r"saliency_key has shape \[2, 32\]"):
         select_layer("grad", replace(statistics, saliency_key=statistics.saliency_key[1:]), KEPT)
-    with pytest.raises(DataError, match="differ in model width"):
-        select_layer("s-wanda", replace(statistics, input_sq=statistics.input_sq[1:]), KEPT)
-    with pytest.raises(DataError, match="input_sq is negative"):
-        select_layer("s-wanda", replace(statistics, input_sq=-statistics.input_sq), KEPT)
     with pytest.raises(DataError, match="nothing of its heads"):
         select_layer("rand", HeadStatistics(tokens=5), 1)
 

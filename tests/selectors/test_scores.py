@@ -4,13 +4,28 @@ import pytest
 import torch
 
 from lapcli.selectors.base import HeadStatistics, keep_best
+from lapcli.selectors.l1 import channel_magnitudes
 from lapcli.selectors.registry import select_layer
+from lapcli.selectors.s_wanda import channel_wanda
+
+
+def of_weights(query, key, input_sq):
+    """The statistics that calibration makes of weights `[H, K, D]` and inputs."""
+    return {
+        "magnitude_query": channel_magnitudes(query),
+        "magnitude_key": channel_magnitudes(key),
+        "wanda_query": channel_wanda(query, input_sq),
+        "wanda_key": channel_wanda(key, input_sq),
+    }
+
 
 # One head of three channels, two inputs.
 BY_HAND = HeadStatistics(
-    weight_query=torch.tensor([[[1.0, -2.0], [0.0, 3.0], [-1.0, 1.0]]]),
-    weight_key=torch.tensor([[[0.5, 0.0], [-1.0, -1.0], [4.0, 0.0]]]),
-    input_sq=torch.tensor([4.0, 9.0], dtype=torch.float64),  # norms 2 and 3
+    **of_weights(
+        query=torch.tensor([[[1.0, -2.0], [0.0, 3.0], [-1.0, 1.0]]]),
+        key=torch.tensor([[[0.5, 0.0], [-1.0, -1.0], [4.0, 0.0]]]),
+        input_sq=torch.tensor([4.0, 9.0], dtype=torch.float64),  # norms 2 and 3
+    ),
     saliency_query=torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.float64),
     saliency_key=torch.tensor([[0.5, 0.0, 0.25]], dtype=torch.float64),
 )
@@ -42,7 +57,7 @@ def test_scores_and_choice(method, score_from, scores, kept):
 def test_sums_are_fp64_whatever_the_weights_are(dtype):
     row = torch.tensor([2.0**30, 1.0]).to(dtype)  # in fp32 the one is lost beside 2^30
     weights = torch.stack([row * torch.tensor([1.0, 0.0], dtype=dtype), row])[None]
-    statistics = HeadStatistics(weight_query=weights, input_sq=torch.ones(2, dtype=torch.float64))
+    statistics = HeadStatistics(**of_weights(weights, weights, torch.ones(2, dtype=torch.float64)))
     for method in ("l1", "s-wanda"):
         assert select_layer(method, statistics, 1, "query").kept.tolist() == [[1]]
 
@@ -61,7 +76,7 @@ def test_every_head_is_chosen_by_itself():
 
 
 def rand(kept, **where):
-    statistics = HeadStatistics(weight_key=torch.zeros(3, 32, 4))
+    statistics = HeadStatistics(magnitude_key=torch.zeros(3, 32, dtype=torch.float64))
     return select_layer("rand", statistics, kept, "key", **where)
 
 

@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from lapcli.evaluation.run import evaluate
+from lapcli.evaluation.scoring import LoadedModel, Request, greedy_continuations, score
+from lapcli.evaluation.settings import EvaluationSettings
+from lapcli.families.loading import load_model, load_tokenizer, resolve_model
+from lapcli.reporting import SilentReporter
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_a_gpu_scores_and_continues_as_the_cpu_does(tiny, tiny_folder):
+    source = resolve_model(str(tiny_folder))
+    loaded = LoadedModel(load_model(source, device="cuda"), load_tokenizer(source), "tiny")
+    prompts = [list(range(10, 10 + length)) for length in (5, 60, 33)]
+    said = greedy_continuations(tiny, prompts, new_tokens=5, batch_size=3)
+    assert greedy_continuations(loaded, prompts, new_tokens=5, batch_size=3) == said
+    requests = [Request(prompt + answer, 5) for prompt, answer in zip(prompts, said, strict=True)]
+    here, there = (
+        score(model, requests, batch_size=None, reporter=SilentReporter(), description="") for model in (tiny, loaded)
+    )
+    assert [answer.greedy for answer in there] == [True] * 3
+    # Five log-probabilities of about 5 in fp32; kernels on a GPU may multiply in TF32, of ten bits.
+    assert [answer.log_probability for answer in there] == pytest.approx(
+        [answer.log_probability for answer in here], abs=5 * 5 * 2**-10
+    )
+
+
+def test_bf16_evaluates_on_a_gpu(tiny_folder):
+    found = evaluate(
+        [("base", resolve_model(str(tiny_folder)))],
+        ["builtin", "niah"],
+        EvaluationSettings(max_length=256, limit=8, niah_lengths=(400,)),
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
+    assert found.models[0].dtype == "bfloat16"
+    assert found.models[0].scores[0].estimate.value == pytest.approx(290, rel=0.2)
