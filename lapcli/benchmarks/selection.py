@@ -88,17 +88,19 @@ class SelectionRow:
     @property
     def ratio(self) -> float | None:
         """How many times faster choosing is than the released way in fp64; `None` where the answers differ."""
-        return self._against(self.released_seconds, self.choose_seconds)
+        return self.released_seconds / self.choose_seconds if self._agrees(self.same_sets) else None
 
     @property
     def ratio_with_bounds(self) -> float | None:
         """The same, with our time for singular values and bounds, which the released way does not compute."""
-        return self._against(self.released_seconds, self.stage_seconds)
+        return self.released_seconds / self.stage_seconds if self._agrees(self.same_sets) else None
 
     @property
     def ratio_fp32(self) -> float | None:
-        """How many times faster choosing is than the released way in its own fp32."""
-        return self._against(self.released_fp32_seconds, self.choose_seconds)
+        """Choosing against the released way in its own fp32; `None` where its rounding, or its giving up after
+        twenty exchanges, left it with another answer.
+        """
+        return self.released_fp32_seconds / self.choose_seconds if self._agrees(self.same_sets_fp32) else None
 
     @property
     def note(self) -> str:
@@ -107,8 +109,8 @@ class SelectionRow:
             return "released way timed on every head"
         return f"released way timed on {self.released_heads} of {self.heads} heads and scaled up"
 
-    def _against(self, theirs: float, ours: float) -> float | None:
-        return theirs / ours if self.same_sets == self.released_heads else None
+    def _agrees(self, same: int) -> bool:
+        return same == self.released_heads
 
 
 def kahan(n: int, c: float, drop: float = 1e-3) -> FloatArray:

@@ -168,7 +168,7 @@ def _check_shape(name: str, value: Tensor, heads: int, width: int, layer: int) -
 def _check_finite(name: str, value: Tensor, layer: int) -> None:
     # In NumPy, here and in `drrqr`: work this small is done before torch has woken its threads, which can take a
     # hundred times as long where others use the cores.
-    good = np.isfinite(value.detach().cpu().numpy())
+    good = np.isfinite(value.detach().cpu().double().numpy())
     if good.all():
         return
     where = ""

@@ -38,7 +38,7 @@ may begin with it or not. The tokenizer adds none by itself.
 Perplexities are per token, windows of {length} tokens side by side, each read from an empty state, at most 400 000
 tokens. `niah_*` are RULER's single-needle prompts with 7-digit numbers, 200 for each length, depths spread evenly:
 `exact` is the share whose digits are all the most likely ones, given those before. `books` hides the needle in
-validation novels, `noise` in RULER's repeated sentences. Greedy generation gave the same answer in
+validation novels, `builtin` in held-out documentation, `noise` in RULER's repeated sentences. Greedy generation gave the same answer in
 {generated} of 16 prompts of 1024 tokens.
 
 ## Data

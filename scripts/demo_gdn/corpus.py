@@ -44,7 +44,7 @@ class Corpus:
         tokenizer_json: the trained tokenizer, serialised.
         streams: token streams (uint16), documents separated by the boundary token.
         haystack: texts that recall hides its needles in.
-        haystack_heldout: the same from validation books, for evaluation.
+        haystack_heldout: the same for evaluation, by kind: validation books, held-out builtin.
         characters: characters behind each stream, for bits per byte.
         report: digests, counts and seconds for the log.
     """
@@ -52,7 +52,7 @@ class Corpus:
     tokenizer_json: str
     streams: dict[str, np.ndarray]
     haystack: list[str]
-    haystack_heldout: list[str]
+    haystack_heldout: dict[str, list[str]]
     characters: dict[str, int]
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -142,7 +142,10 @@ def build_corpus(
         tokenizer_json=tokenizer_json,
         streams=streams,
         haystack=_haystack(texts, rng, 16_000_000 if limit is None else limit),
-        haystack_heldout=[text[20_000:220_000] for text in texts["books_valid"]],
+        haystack_heldout={
+            "books": [text[20_000:220_000] for text in texts["books_valid"]],
+            "builtin": builtin.heldout,
+        },
         characters={name: sum(map(len, texts[name])) for name in texts},
         report={
             "sha256": {name: _sha256(data / file) for name, file in FILES.items()} | {"builtin": _sha256(builtin_file)},
@@ -228,7 +231,7 @@ def _sample(texts: dict[str, list[str]], rng: random.Random, characters: int) ->
 
 
 def _haystack(texts: dict[str, list[str]], rng: random.Random, characters: int) -> list[str]:
-    shares = {"books": 0.6, "techdocs": 0.15, "openstax": 0.1, "wiki": 0.1, "builtin": 0.05}
+    shares = {"books": 0.44, "techdocs": 0.18, "openstax": 0.08, "wiki": 0.12, "builtin": 0.18}
     return [text for name, share in shares.items() for text in _excerpts(texts[name], rng, int(characters * share))]
 
 

@@ -28,7 +28,8 @@ from lapcli.data.recall import (
 FLAG = 1 << 14
 """Added to the ids of answer tokens in rows of training data; the vocabulary is smaller."""
 
-_CHARACTERS_PER_TOKEN = 2.9
+_CHARACTERS_PER_TOKEN = (2.3, 3.6)
+"""Code takes many tokens, novels few; a document's size is drawn in between, so that both reach the row's length."""
 _ROWS_PER_JOB = 256
 
 
@@ -42,7 +43,7 @@ class Stage(NamedTuple):
 STAGES = (
     Stage({256: 1.0}, RecallMix(list=0.45, text=0.25, ruler=0.3, single=0.15, max_entries=8)),
     Stage({256: 0.25, 512: 0.75}, RecallMix(list=0.3, text=0.3, ruler=0.4, single=0.2, max_entries=10)),
-    Stage({256: 0.1, 512: 0.2, 1024: 0.7}, RecallMix(list=0.15, text=0.3, ruler=0.55, single=0.35)),
+    Stage({256: 0.1, 512: 0.15, 1024: 0.75}, RecallMix(list=0.15, text=0.3, ruler=0.55, single=0.35)),
 )
 
 
@@ -76,17 +77,25 @@ class RowMaker:
         ]
 
     def needles(
-        self, texts: list[str], lengths: tuple[int, ...], count: int, seed: int
+        self, texts: dict[str, list[str]], lengths: tuple[int, ...], count: int, seed: int
     ) -> dict[str, "AsyncResult[tuple[np.ndarray, float]]"]:
-        """Begin to make evaluation prompts (`single_needle_rows`), named by running text and length."""
+        """Begin to make evaluation prompts (`single_needle_rows`), named by running text and length.
+
+        Args:
+            texts: running text by kind; RULER's repeated sentences, which need none, are added as `noise`.
+            lengths: of the prompts, in tokens.
+            count: prompts of each kind and length.
+            seed: of keys, numbers, places.
+        """
+        kinds = {**texts, "noise": next(iter(texts.values()))}
         return {
-            f"niah_{'noise' if noise else 'books'}_{length}": self._pool.apply_async(
+            f"niah_{kind}_{length}": self._pool.apply_async(
                 single_needle_rows,
-                (_shared.tokenizer_json, texts),
-                {"length": length, "count": count, "noise": noise, "seed": seed},
+                (_shared.tokenizer_json, found),
+                {"length": length, "count": count, "noise": kind == "noise", "seed": seed},
             )
             for length in lengths
-            for noise in (False, True)
+            for kind, found in kinds.items()
         }
 
     def stage(self, index: int) -> np.ndarray:
@@ -132,7 +141,7 @@ def _make_rows(stage: int, seed: int, count: int) -> np.ndarray:
 
     def draw_size(chance: random.Random) -> int:
         tokens = min(chance.choices(list(lengths), list(lengths.values()))[0], length)
-        return max(500, int(tokens * _CHARACTERS_PER_TOKEN))
+        return max(500, int(tokens * chance.uniform(*_CHARACTERS_PER_TOKEN)))
 
     documents = _tokens_of(recall_documents(haystack, seed=seed, size=draw_size, mix=mix), tokenizer_json)
     rows = np.full((count, length + 1), boundary, dtype=np.int16)
@@ -143,7 +152,7 @@ def _make_rows(stage: int, seed: int, count: int) -> np.ndarray:
             row[used : used + len(waiting)] = waiting
             used += len(waiting) + 1
             waiting = next(documents)
-        if len(waiting) > length - 1:  # fits in no row: digits and codes take more tokens than foreseen
+        while len(waiting) > length - 1:  # fits in no row
             waiting = next(documents)
         missing = len(row) - used
         if missing > 0:

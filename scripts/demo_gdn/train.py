@@ -332,7 +332,7 @@ def _finish(
         length = 256 if settings.tiny else 1024
         probe, _ = single_needle_rows(
             corpus.tokenizer_json,
-            corpus.haystack_heldout,
+            corpus.haystack_heldout["books"],
             length=length,
             count=16,
             noise=False,
