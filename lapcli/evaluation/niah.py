@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 from lapcli.data.builtin import documents_digest
 from lapcli.data.documents import Document
-from lapcli.data.recall import RULER_NEEDLE, Needle, random_key, random_number, ruler_single, split_sentences
+from lapcli.data.recall import (
+    RULER_NEEDLE,
+    RULER_NOISE,
+    Needle,
+    random_key,
+    random_number,
+    ruler_single,
+    split_sentences,
+)
 from lapcli.errors import DataError, ModelError, UsageError
 from lapcli.evaluation.estimates import accuracy
 from lapcli.evaluation.results import Score
@@ -32,18 +40,25 @@ _MISFITS = 40
 _MIN_SENTENCES = 20
 
 
+def noise_documents() -> list[Document]:
+    """RULER's repeated sentences (S-NIAH-1) as a text to hide in; they go on as long as a prompt needs."""
+    return [Document("RULER noise", " ".join(RULER_NOISE * _MIN_SENTENCES))]
+
+
 class Haystack:
     """Running text in sentences, with their lengths in tokens.
 
     Args:
         documents: the text.
         tokenizer: counts the tokens.
+        joiner: what stands between two sentences.
 
     Raises:
         DataError: too few sentences.
     """
 
-    def __init__(self, documents: Sequence[Document], tokenizer: Any):
+    def __init__(self, documents: Sequence[Document], tokenizer: Any, joiner: str = " "):
+        self.joiner = joiner
         self.sentences = [sentence for document in documents for sentence in split_sentences(document.text)]
         if len(self.sentences) < _MIN_SENTENCES:
             raise DataError(
@@ -52,7 +67,7 @@ class Haystack:
             )
         self.digest = documents_digest(list(documents))
         self._text = "\n".join(self.sentences)
-        encoded = tokenizer([f" {sentence}" for sentence in self.sentences], add_special_tokens=False)
+        encoded = tokenizer([f"{joiner}{sentence}" for sentence in self.sentences], add_special_tokens=False)
         self._lengths = [len(ids) for ids in encoded["input_ids"]]
 
     def number(self, rng: random.Random) -> str:
@@ -131,6 +146,8 @@ def measure_niah(
     *,
     batch_size: int | None,
     reporter: Reporter,
+    task: str = "niah",
+    joiner: str = " ",
 ) -> list[Score]:
     """The share of needles recalled exactly, for each length.
 
@@ -140,9 +157,11 @@ def measure_niah(
         settings: `niah_lengths`, `niah_samples` (`limit` overrides it), `bos` and `seed` are read.
         batch_size: rows per pass, `None` for automatic.
         reporter: progress goes here.
+        task: what the scores are called.
+        joiner: what stands between two sentences.
     """
     tokenizer = loaded.tokenizer
-    haystack = Haystack(documents, tokenizer)
+    haystack = Haystack(documents, tokenizer, joiner)
     start = prompt_start(tokenizer, settings.bos)
     samples = settings.limit or settings.niah_samples
     scores: list[Score] = []
@@ -153,11 +172,11 @@ def measure_niah(
             [Request(prompt.tokens + prompt.answer, len(prompt.answer)) for prompt in prompts],
             batch_size=batch_size,
             reporter=reporter,
-            description=f"niah {length} on {loaded.name}",
+            description=f"{task} {length} on {loaded.name}",
         )
         scores.append(
             Score(
-                task="niah",
+                task=task,
                 metric="exact_match",
                 higher_is_better=True,
                 estimate=accuracy([answer.greedy for answer in answers]),
@@ -186,7 +205,7 @@ def _fill(
     rng: random.Random,
     start: int | None,
 ) -> Prompt:
-    bare = _prompt([], needle, depth, tokenizer, start)
+    bare = _prompt([], needle, depth, tokenizer, start, haystack.joiner)
     spent = len(bare.tokens) + len(bare.answer)
     if spent > length:
         raise UsageError(
@@ -195,7 +214,7 @@ def _fill(
         )
     sentences = haystack.stretch(rng, length - spent)
     while True:
-        prompt = _prompt(sentences, needle, depth, tokenizer, start)
+        prompt = _prompt(sentences, needle, depth, tokenizer, start, haystack.joiner)
         # Tokens may join or part where sentences meet, so the sum of their lengths is only nearly the whole's.
         if len(prompt.tokens) + len(prompt.answer) <= length:
             break
@@ -204,8 +223,10 @@ def _fill(
     return prompt
 
 
-def _prompt(sentences: list[str], needle: Needle, depth: float, tokenizer: Any, start: int | None) -> Prompt:
-    document = ruler_single(sentences, needle, depth)
+def _prompt(
+    sentences: list[str], needle: Needle, depth: float, tokenizer: Any, start: int | None, joiner: str
+) -> Prompt:
+    document = ruler_single(sentences, needle, depth, joiner=joiner)
     begin, end = document.answers[0]
     question = document.text[:begin].removesuffix(" ")
     tokens = encode(tokenizer, question)

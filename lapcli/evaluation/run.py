@@ -14,12 +14,12 @@ from lapcli.data.documents import Document
 from lapcli.errors import DataError, UsageError
 from lapcli.evaluation.harness import check_names, load_task, measure_harness
 from lapcli.evaluation.local_data import read_documents
-from lapcli.evaluation.niah import measure_niah
+from lapcli.evaluation.niah import measure_niah, noise_documents
 from lapcli.evaluation.perplexity import measure_perplexity
 from lapcli.evaluation.results import Evaluation, ModelScores, Score
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.evaluation.settings import DEFAULT_MAX_LENGTH, EvaluationOptions, EvaluationSettings
-from lapcli.evaluation.tasks import TEXT_PREFIX, TaskInfo, parse_tasks
+from lapcli.evaluation.tasks import NOISE_TASK, TEXT_PREFIX, TaskInfo, parse_tasks
 from lapcli.reporting import Reporter, SilentReporter
 
 if TYPE_CHECKING:
@@ -204,8 +204,12 @@ def _prepare(
             task, loaded, settings, max_length=max_length, batch_size=batch_size, reporter=reporter
         )
     if info.kind == "niah":
-        haystack = _documents(settings.niah_haystack)
-        return lambda loaded: measure_niah(haystack, loaded, settings, batch_size=batch_size, reporter=reporter)
+        noise = info.name == NOISE_TASK
+        haystack = noise_documents() if noise else _documents(settings.niah_haystack)
+        joiner = "\n" if noise else " "
+        return lambda loaded: measure_niah(
+            haystack, loaded, settings, batch_size=batch_size, reporter=reporter, task=info.name, joiner=joiner
+        )
     path = info.name.removeprefix(TEXT_PREFIX) if info.name.startswith(TEXT_PREFIX) else None
     documents = _documents(path)
     return lambda loaded: measure_perplexity(

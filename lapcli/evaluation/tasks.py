@@ -9,6 +9,7 @@ from typing import Literal
 from lapcli.errors import DataError, UsageError
 
 TEXT_PREFIX = "text:"
+NOISE_TASK = "niah_noise"
 
 Kind = Literal["perplexity", "niah", "harness"]
 
@@ -64,6 +65,13 @@ TASKS: dict[str, TaskInfo] = {
         metrics=("exact_match",),
         summary="a 7-digit number hidden in running text, at several lengths; generated from the seed",
         source="S-NIAH of RULER (Hsieh et al. 2024, arXiv 2404.06654)",
+    ),
+    NOISE_TASK: TaskInfo(
+        name=NOISE_TASK,
+        kind="niah",
+        metrics=("exact_match",),
+        summary="the same hidden in RULER's five repeated sentences, which is easier",
+        source="S-NIAH-1 of RULER (Hsieh et al. 2024, arXiv 2404.06654)",
     ),
 }
 

@@ -103,7 +103,7 @@ def _gram_pass(
     done, stored = partial.load()
     if done:
         observation.restore(stored, done * settings.seq_len, device)
-        reporter.notice(f"going on after {done} of {settings.samples} samples of an earlier calibration")
+        reporter.notice(f"going on after {done} of {settings.samples} samples of earlier sums")
     tokens = settings.samples * settings.seq_len
     with (
         torch.inference_mode(),
@@ -157,6 +157,8 @@ def _saliency_pass(
         for side, member in _projections(layer).items()
     }
     done, stored = partial.load()
+    if done:
+        reporter.notice(f"going on after {done} of {settings.samples} samples of an earlier saliency pass")
     gradients = {
         key: stored[f"layers.{key[0]}.gradient_{key[1]}"].to(device)
         if done

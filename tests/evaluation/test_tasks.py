@@ -36,7 +36,7 @@ def test_a_missing_text_file_is_named(tmp_path):
     [
         pytest.param("lamdba", "did you mean lambada?", id="ours"),
         pytest.param("arc_esay", "did you mean arc_easy?", id="lm-eval's"),
-        pytest.param("zzzzzz", "tasks: builtin, wikitext, lambada, niah", id="nothing near"),
+        pytest.param("zzzzzz", "tasks: builtin, wikitext, lambada, niah, niah_noise", id="nothing near"),
     ],
 )
 def test_unknown_names_get_the_nearest(name, hint):
