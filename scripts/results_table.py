@@ -1,4 +1,4 @@
-"""Measure every selector at several ratios on the shipped model, before any recovery, and write the table of docs/results.md.
+"""Measure every selector at several ratios on the shipped model, before any recovery: the table of docs/results.md.
 
 python scripts/results_table.py measure --work DIR --books FILE [--share 1/2]
 python scripts/results_table.py write --work DIR
@@ -99,7 +99,7 @@ def _scores(evaluation: Evaluation) -> dict[tuple[str, str, int | None], list[fl
 
 def _where() -> dict[str, Any]:
     return {
-        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}",
     }
