@@ -85,7 +85,8 @@ def _keys(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError, model: type[BaseModel], where: str) -> RecipeError:
-    first = error.errors()[0]
+    # A misspelled key often makes another one missing; the misspelling is what to say.
+    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         owner: Any = model

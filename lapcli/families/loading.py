@@ -73,7 +73,7 @@ def load_model(
     import transformers
 
     refuse_quantised(source.config, source.name)
-    assert source.shards  # raises where there are no safetensors
+    assert source.headers  # raises where there are no safetensors, or damaged ones
     own = _own_class(source.config.get("model_type"))
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
     model: Any

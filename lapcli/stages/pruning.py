@@ -89,8 +89,8 @@ def plan_pruning(
         LapcliError: whatever `prune` would refuse and can be known now.
     """
     refuse_quantised(source.config, source.name)
-    family = family_for(source.config)
-    layers = family.layers(source.config)
+    layers = family_for(source.config).layers(source.config)
+    assert source.headers  # raises where there are no safetensors, or damaged ones
     if not layers:
         raise FamilyError(f"{source.name} has no layer with a state, so there is nothing to prune")
     budget = budget_for(layers[0].key_width, selection)

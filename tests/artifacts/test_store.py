@@ -110,12 +110,19 @@ def test_header_agrees_with_the_library(tmp_path):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="boom"), atomic_file(tmp_path / "x") as temporary:
-        temporary.write_text("half")
-        raise ValueError("boom")
-    with pytest.raises(ValueError, match="boom"), atomic_directory(tmp_path / "d") as folder:
-        (folder / "x").write_text("half")
-        raise ValueError("boom")
+    def file_then_fail():
+        with atomic_file(tmp_path / "x") as temporary:
+            temporary.write_text("half")
+            raise ValueError("boom")
+
+    def directory_then_fail():
+        with atomic_directory(tmp_path / "d") as folder:
+            (folder / "x").write_text("half")
+            raise ValueError("boom")
+
+    for fail in (file_then_fail, directory_then_fail):
+        with pytest.raises(ValueError, match="boom"):
+            fail()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,7 +141,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("lapcli.artifacts.atomic.os.replace", full)
-    with pytest.raises(ArtifactError, match="No space left on device.*nothing was left behind"):
+    with pytest.raises(ArtifactError, match=r"No space left on device.*nothing was left behind"):
         write_artifact(tmp_path / "a.safetensors", lineage(), {"x": torch.zeros(1)})
     assert list(tmp_path.iterdir()) == []
 

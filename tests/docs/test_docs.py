@@ -1,0 +1,79 @@
+"""The documents say what the program does: generated pages are fresh, names are known, links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from lapcli.cli.app import app
+from lapcli.evaluation.tasks import TASKS
+from lapcli.families.registry import FAMILIES
+from lapcli.pipeline import STAGES
+from lapcli.recipe import read_recipe
+from lapcli.selectors.registry import SELECTORS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").rglob("*.md")])
+
+
+def test_the_command_line_reference_is_fresh():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "cli_reference.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_and_option_has_help():
+    for name, command in typer.main.get_command(app).commands.items():
+        assert command.help, name
+        for parameter in command.params:
+            assert parameter.help, (name, parameter.name)
+
+
+def test_each_stage_has_a_page_a_module_and_a_command():
+    commands = typer.main.get_command(app).commands
+    for stage in STAGES:
+        assert (ROOT / "docs" / "stages" / f"{stage.noun}.md").is_file()
+        assert (ROOT / "lapcli" / "stages" / f"{stage.noun}.py").is_file()
+        assert commands[stage.verb].help == stage.summary
+
+
+def test_what_can_be_named_is_documented():
+    selection, evaluation = (
+        (ROOT / "docs" / "stages" / f"{name}.md").read_text() for name in ("selection", "evaluation")
+    )
+    assert all(f"`{name}`" in selection for name in SELECTORS)
+    assert all(f"`{name}`" in evaluation for name in TASKS)
+    families = "\n".join(page.read_text() for page in PAGES)
+    assert all(name in families for name in FAMILIES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    commands = [
+        line.strip() for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    python3.11")
+    ]
+    assert len(commands) == 2
+    assert commands[1] in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_is_valid_and_says_how_to_run_it(path):
+    read_recipe(path)
+    assert f"lapcli run {path.relative_to(ROOT)}" in path.read_text()
+
+
+def test_the_shipped_model_keeps_to_its_size_and_names_its_data():
+    folder = ROOT / "lapcli" / "demo" / "gdn"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 14_000_000
+    card = (folder / "README.md").read_text()
+    assert all(word in card for word in ("Gutenberg", "CC BY-SA 4.0", "held-out", "training_log.json"))
