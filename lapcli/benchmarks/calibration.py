@@ -54,11 +54,11 @@ def _fp64_rate(device: torch.device) -> float:
     size = 1024
     matrix = torch.randn(size, size, dtype=torch.float64, device=device)
     for _ in range(2):
-        matrix @ matrix
+        _ = matrix @ matrix
     repeats = 5
     started = _now(device)
     for _ in range(repeats):
-        matrix @ matrix
+        _ = matrix @ matrix
     return repeats * 2 * size**3 / (_now(device) - started)
 
 

@@ -5,8 +5,9 @@ import torch
 
 from lapcli.data.builtin import heldout_builtin_text
 from lapcli.data.documents import Document
+from lapcli.data.recall import RULER_NOISE
 from lapcli.errors import DataError, ModelError, UsageError
-from lapcli.evaluation.niah import Haystack, make_prompts, measure_niah
+from lapcli.evaluation.niah import Haystack, make_prompts, measure_niah, noise_documents
 from lapcli.evaluation.scoring import Request, greedy_continuations, score
 from lapcli.evaluation.settings import EvaluationSettings
 from lapcli.reporting import SilentReporter
@@ -51,6 +52,18 @@ def test_prompts_stay_within_their_length_and_hold_the_needle(builtin, tokenizer
         assert (prompt.tokens[0] == 1) == (start == 1)
     # Running text fills what the needle leaves; sentences of the corpus are far shorter than these prompts.
     assert sum(len(prompt.tokens) for prompt in prompts) > 0.9 * length * len(prompts)
+
+
+def test_noise_is_rulers_repeated_sentences_a_line_each(tokenizer):
+    for prompt in prompts_of(Haystack(noise_documents(), tokenizer, "\n"), tokenizer, 1024):
+        lines = tokenizer.decode(prompt.tokens).split("\n")[1:-1]
+        noise = [line for line in lines if not NEEDLE.fullmatch(line)]
+        assert len(noise) == len(lines) - 1
+        first = RULER_NOISE.index(noise[0])
+        # At the very end, sentences that no longer fit are passed over.
+        sure = len(noise) - len(RULER_NOISE)
+        assert noise[:sure] == [RULER_NOISE[(first + n) % len(RULER_NOISE)] for n in range(sure)]
+        assert set(noise) == set(RULER_NOISE)
 
 
 def test_depths_are_spread_evenly(tokenizer):
