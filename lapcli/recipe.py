@@ -37,6 +37,7 @@ class CalibrationSettings(Settings):
     seed: int = Field(default=0, description="of the choice of text, and of the rows")
     rows: int | None = Field(default=None, gt=0, description="keys and queries drawn (all of them when absent)")
     normalized: bool = Field(default=False, description="L2-normalise q and k before they are summed")
+    exact: bool = Field(default=False, description="keep triangles of a streamed QR beside the Gram matrices")
 
 
 class SelectionSettings(Settings):

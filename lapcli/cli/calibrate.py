@@ -26,6 +26,12 @@ def run(
         int | None, typer.Option(help="Draw so many keys and queries (the paper: about 2500) instead of using all.")
     ] = None,
     normalized: Annotated[bool, typer.Option("--normalized", help="L2-normalise keys and queries first.")] = False,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="Also keep a streamed QR, which resolves singular values below 1e-8 of the largest."
+        ),
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="File to write. Default: RUN/calibration.safetensors.")] = None,
     seed: options.Seed = 0,
     run_path: options.Run = options.DEFAULT_RUN,
@@ -45,7 +51,7 @@ def run(
     directory = context.run_directory(run_path)
     source = context.base_model(model, directory)
     settings = context.calibration_settings(
-        source, data=data, samples=samples, seq_len=seq_len, seed=seed, rows=rows, normalized=normalized
+        source, data=data, samples=samples, seq_len=seq_len, seed=seed, rows=rows, normalized=normalized, exact=exact
     )
     target = output or directory.calibration
 

@@ -50,6 +50,7 @@ def calibration_settings(
     seed: int,
     rows: int | None = None,
     normalized: bool = False,
+    exact: bool = False,
 ) -> "CalibrationSettings":
     """Calibration settings from options, with the model's defaults.
 
@@ -60,5 +61,5 @@ def calibration_settings(
 
     given: dict[str, Any] = {"data": data, "samples": samples, "seq_len": seq_len}
     values = default_calibration(source.is_demo) | {key: value for key, value in given.items() if value is not None}
-    values |= {"seed": seed, "rows": rows, "normalized": normalized}
+    values |= {"seed": seed, "rows": rows, "normalized": normalized, "exact": exact}
     return validate(CalibrationSettings, values, "the command line")

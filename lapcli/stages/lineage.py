@@ -19,6 +19,8 @@ STALE_HINT = "pass --overwrite to replace it, or --run DIR to keep both"
 _CALIBRATION_AXES = {
     "layers.*.gram_key": ["H", "K", "K"],
     "layers.*.gram_query": ["H", "K", "K"],
+    "layers.*.triangle_key": ["H", "K", "K"],
+    "layers.*.triangle_query": ["H", "K", "K"],
     "layers.*.input_sq": ["D"],
     "layers.*.magnitude_key": ["H", "K"],
     "layers.*.magnitude_query": ["H", "K"],

@@ -12,7 +12,8 @@ from lapcli.errors import DataError, ModelError
 from lapcli.families.base import Family, StatefulLayer
 from lapcli.recipe import CalibrationSettings
 
-_PARTS = ("gram_key", "gram_query", "input_sq")
+_SUMS = ("gram_key", "gram_query", "input_sq")
+_TRIANGLES = ("triangle_key", "triangle_query")
 
 
 @dataclass
@@ -23,10 +24,19 @@ class _Sums:
     normalized: bool
     picks: tuple[Tensor, Tensor] | None
     """Sorted token positions whose queries and keys count; `None` for all."""
+    exact: bool
+    """Whether triangles of a streamed QR are kept too."""
     seen: int = 0
     gram_key: Tensor = field(default_factory=lambda: torch.empty(0))
     gram_query: Tensor = field(default_factory=lambda: torch.empty(0))
     input_sq: Tensor = field(default_factory=lambda: torch.empty(0))
+    triangle_key: Tensor = field(default_factory=lambda: torch.empty(0))
+    triangle_query: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of what is kept."""
+        return _SUMS + _TRIANGLES if self.exact else _SUMS
 
     def mixer_input(self, hidden: Tensor) -> None:
         """Add the squares of `[B, T, D]`."""
@@ -49,6 +59,12 @@ class _Sums:
             gram = heads.mT @ heads
             old: Tensor = getattr(self, name)
             setattr(self, name, gram if old.numel() == 0 else old.add_(gram))
+            if self.exact:
+                triangle = name.replace("gram", "triangle")
+                above: Tensor = getattr(self, triangle)
+                # Zeros at the start make it square however few rows come first.
+                above = torch.zeros_like(gram) if above.numel() == 0 else above
+                setattr(self, triangle, torch.linalg.qr(torch.cat((above, heads), dim=-2), mode="r").R)
         self.seen += tokens
 
 
@@ -84,12 +100,12 @@ class Observation:
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums under the names that the artifact gives them."""
-        return {f"layers.{sums.layer.index}.{part}": getattr(sums, part) for sums in self.layers for part in _PARTS}
+        return {f"layers.{sums.layer.index}.{part}": getattr(sums, part) for sums in self.layers for part in sums.parts}
 
     def restore(self, stored: Mapping[str, Tensor], seen: int, device: torch.device) -> None:
         """Take up sums over the first `seen` tokens."""
         for sums in self.layers:
-            for part in _PARTS:
+            for part in sums.parts:
                 setattr(sums, part, stored[f"layers.{sums.layer.index}.{part}"].to(device))
             sums.seen = seen
 
@@ -118,5 +134,7 @@ class Observation:
 def observe(layers: Sequence[StatefulLayer], settings: CalibrationSettings | None = None) -> Observation:
     """Empty sums for these layers; over all tokens and unnormalised unless the settings say otherwise."""
     if settings is None:
-        return Observation(tuple(_Sums(layer, False, None) for layer in layers))
-    return Observation(tuple(_Sums(layer, settings.normalized, _picks(settings, layer)) for layer in layers))
+        return Observation(tuple(_Sums(layer, False, None, False) for layer in layers))
+    return Observation(
+        tuple(_Sums(layer, settings.normalized, _picks(settings, layer), settings.exact) for layer in layers)
+    )

@@ -65,7 +65,10 @@ def _statistics(calibration: Artifact, needs: Sequence[str]) -> tuple[dict[int, 
     for layer in calibration.lineage.record["layers"]:
         index = layer["index"]
         tensors: dict[str, Tensor] = {}
-        for name in needs:
+        for needed in needs:
+            # A triangle of a streamed QR says what the Gram matrix says, and more exactly.
+            triangle = needed.replace("gram", "triangle")
+            name = triangle if f"layers.{index}.{triangle}" in calibration.names else needed
             stored = f"layers.{index}.{name}"
             if stored not in calibration.names:
                 raise ArtifactError(

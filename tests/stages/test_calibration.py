@@ -141,6 +141,22 @@ def test_memory_does_not_grow_with_the_text(model, settings, calibrated, tmp_pat
     assert sizes[0] == sizes[1]
 
 
+def test_exact_triangles_are_roots_of_the_gram_matrices(model, settings, activations, tmp_path):
+    exact, _ = calibrate(
+        model, settings.model_copy(update={"exact": True}), tmp_path / "exact.safetensors", machine=CPU
+    )
+    for name, rows in (("query", activations[0]["q"]), ("key", activations[0]["k"])):
+        triangle = exact.tensor(f"layers.0.triangle_{name}")
+        assert torch.equal(triangle, triangle.triu())
+        gram = exact.tensor(f"layers.0.gram_{name}")
+        torch.testing.assert_close(triangle.mT @ triangle, gram, rtol=1e-10, atol=1e-10 * gram.abs().max().item())
+        # Singular values of the rows themselves, which share nothing with either sum; the bound is the fp32
+        # rounding of the activations, which came through another batch.
+        wanted = torch.linalg.svdvals(rows.transpose(0, 1))
+        found = torch.linalg.svdvals(triangle)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * wanted.max().item())
+
+
 def test_rows_draws_that_many(model, settings, activations, tmp_path):
     drawn, _ = calibrate(model, settings.model_copy(update={"rows": 40}), tmp_path / "rows.safetensors", machine=CPU)
     gram = drawn.tensor("layers.0.gram_key")
