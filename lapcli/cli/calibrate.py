@@ -70,10 +70,7 @@ def run(
             "writes": str(target),
             "bytes": doubles * 8,
         }
-        if as_json:
-            display.emit({"dry_run": True, **facts})
-        else:
-            display.facts("would do (nothing was done)", facts)
+        display.would_do(facts, as_json)
         return
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     machine.torch_device()

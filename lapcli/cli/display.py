@@ -136,6 +136,14 @@ def facts(title: str | None, values: Mapping[str, Any]) -> None:
     console().print(drawn)
 
 
+def would_do(values: Mapping[str, Any], as_json: bool) -> None:
+    """Say what a command would do: the answer to --dry-run."""
+    if as_json:
+        emit({"dry_run": True, **values})
+    else:
+        facts("would do (nothing was done)", {name.replace("_", " "): value for name, value in values.items()})
+
+
 def evaluation(found: "Evaluation", *, quiet: bool = False) -> None:
     """Print an evaluation's table and its notes on stderr."""
     from lapcli.evaluation.table import evaluation_table

@@ -72,10 +72,7 @@ def run(
             "tasks": [info.name for info in infos],
             "writes": str(directory.evaluation),
         }
-        if as_json:
-            display.emit({"dry_run": True, **facts})
-        else:
-            display.facts("would do (nothing was done)", facts)
+        display.would_do(facts, as_json)
         return
 
     from lapcli.machine import Machine

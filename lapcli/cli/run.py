@@ -47,10 +47,7 @@ def run(
     pruning = plan_pruning(source, plan.calibration, plan.selection, directory)
     if dry_run:
         facts = {**plan_document(pruning), "tasks": plan.evaluation.tasks if plan.evaluation else []}
-        if as_json:
-            display.emit({"dry_run": True, **facts})
-        else:
-            display.facts("would do (nothing was done)", facts)
+        display.would_do(facts, as_json)
         return
     machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
     reporter = display.DisplayReporter(quiet or as_json)

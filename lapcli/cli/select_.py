@@ -52,10 +52,7 @@ def run(
     width = plan_selection(artifact, settings)
     if dry_run:
         facts = {"calibration": str(place), "method": method, "key width": str(width), "writes": str(target)}
-        if as_json:
-            display.emit({"dry_run": True, **facts})
-        else:
-            display.facts("would do (nothing was done)", facts)
+        display.would_do(facts, as_json)
         return
     reporter = display.DisplayReporter(quiet or as_json)
     with directory.lock():

@@ -36,11 +36,7 @@ def run(
     plan = plan_slicing(source, chosen)
     facts = {key: value for key, value in asdict(plan).items() if key != "layers"}
     if dry_run:
-        if as_json:
-            display.emit({"dry_run": True, **facts, "writes": str(target)})
-        else:
-            shown = {key.replace("_", " "): value for key, value in facts.items()}
-            display.facts("would do (nothing was done)", {**shown, "writes": target})
+        display.would_do({**facts, "writes": str(target)}, as_json)
         return
     reporter = display.DisplayReporter(quiet or as_json)
     with directory.lock():
