@@ -8,6 +8,7 @@ processes. `--books` is a JSONL of held-out books (`gutenberg_valid.jsonl.xz` in
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -80,13 +81,14 @@ def _pruned(
 
 
 def _values(model: ModelSource, books: Path) -> dict[str, list[float | None]]:
-    whole = evaluate([("model", model)], ["builtin"], EvaluationSettings())
-    drawn = evaluate(
-        [("model", model)],
-        [f"text:{books}", "niah", "niah_noise"],
-        EvaluationSettings(limit=WINDOWS, niah_samples=PROMPTS),
-    )
-    found = {**_scores(whole), **_scores(drawn)}
+    drawn = EvaluationSettings(limit=WINDOWS, niah_samples=PROMPTS)
+    found: dict[tuple[str, str, int | None], list[float | None]] = {}
+    for tasks, settings in (
+        (["builtin"], EvaluationSettings()),
+        ([f"text:{books}", "niah"], drawn),
+        (["niah_noise"], dataclasses.replace(drawn, niah_lengths=(1024,))),
+    ):
+        found |= _scores(evaluate([("model", model)], tasks, settings))
     return {column: found[key] for column, key in COLUMNS.items()}
 
 
