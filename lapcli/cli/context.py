@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lapcli.errors import ArtifactError
+from lapcli.errors import ArtifactError, RecipeError, UsageError
 
 if TYPE_CHECKING:
     from lapcli.artifacts import RunDirectory
     from lapcli.families.source import ModelSource
-    from lapcli.recipe import CalibrationSettings
+    from lapcli.recipe import CalibrationSettings, Model
 
 
 def run_directory(path: Path) -> "RunDirectory":
@@ -41,6 +41,21 @@ def base_model(model: str | None, run: "RunDirectory") -> "ModelSource":
     return source
 
 
+def from_command_line(model: "type[Model]", values: dict[str, Any]) -> "Model":
+    """Settings from options.
+
+    Raises:
+        UsageError: a value does not fit.
+    """
+    from lapcli.recipe import validate
+
+    try:
+        return validate(model, values, "option")
+    except RecipeError as error:
+        field, _, complaint = error.message.removeprefix("option: ").partition(": ")
+        raise UsageError(f"--{field.replace('_', '-')}: {complaint}", error.hint) from error
+
+
 def calibration_settings(
     source: "ModelSource",
     *,
@@ -55,11 +70,11 @@ def calibration_settings(
     """Calibration settings from options, with the model's defaults.
 
     Raises:
-        RecipeError: a value does not fit.
+        UsageError: a value does not fit.
     """
-    from lapcli.recipe import CalibrationSettings, default_calibration, validate
+    from lapcli.recipe import CalibrationSettings, default_calibration
 
     given: dict[str, Any] = {"data": data, "samples": samples, "seq_len": seq_len}
     values = default_calibration(source.is_demo) | {key: value for key, value in given.items() if value is not None}
     values |= {"seed": seed, "rows": rows, "normalized": normalized, "exact": exact}
-    return validate(CalibrationSettings, values, "the command line")
+    return from_command_line(CalibrationSettings, values)

@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Prune a model into `RUN/sliced`."""
     from lapcli.cli import context, display
-    from lapcli.recipe import SelectionSettings, validate
+    from lapcli.recipe import SelectionSettings
 
     directory = context.run_directory(run_path)
     source = context.base_model(model, directory)
@@ -45,7 +45,7 @@ def run(
     if ratio is None and keep is None:
         ratio = options.DEFAULT_RATIO
     chosen = {"method": method, "ratio": ratio, "keep": keep, "score_from": score_from, "align": align, "f": f}
-    selection = validate(SelectionSettings, {**chosen, "seed": seed}, "the command line")
+    selection = context.from_command_line(SelectionSettings, {**chosen, "seed": seed})
 
     from lapcli.machine import Machine
     from lapcli.stages.pruning import plan_document, plan_pruning, prune

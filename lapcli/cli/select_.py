@@ -34,7 +34,7 @@ def run(
     from lapcli.artifacts import read_artifact
     from lapcli.cli import context, display
     from lapcli.errors import ArtifactError
-    from lapcli.recipe import SelectionSettings, validate
+    from lapcli.recipe import SelectionSettings
 
     directory = context.run_directory(run_path)
     place = calibration or directory.calibration
@@ -44,7 +44,7 @@ def run(
     if ratio is None and keep is None:
         ratio = options.DEFAULT_RATIO
     chosen = {"method": method, "ratio": ratio, "keep": keep, "score_from": score_from, "align": align, "f": f}
-    settings = validate(SelectionSettings, {**chosen, "seed": seed}, "the command line")
+    settings = context.from_command_line(SelectionSettings, {**chosen, "seed": seed})
     target = output or directory.selection
 
     from lapcli.stages.selection import plan_selection, select
