@@ -165,7 +165,7 @@ def test_inspect_shows_widths_and_lineage(lapcli, job):
         (["--ratio", "0.5", "--align", "64"], 2, ["--align 64 is outside 1..32"]),
         (["--keep", "32"], 2, ["keep 32 of 32"]),
         (["--method", "drrq"], 2, ["did you mean drrqr"]),
-        (["--score-from", "values"], 2, ["score_from"]),
+        (["--score-from", "values"], 2, ["--score-from", "values"]),
         (["--samples", "0"], 2, ["samples", "found 0"]),
         (["--seq-len", "4096"], 1, ["4096", "2048"]),
         (["--data", "no-such.txt"], 1, ["no-such.txt"]),
