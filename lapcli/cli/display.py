@@ -1,6 +1,7 @@
 """All that a person sees: the only module that imports rich, and only when something is to be shown."""
 
 import json
+import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,16 @@ if TYPE_CHECKING:
     from lapcli.evaluation.results import Evaluation
 
 
+_LOG_COLUMNS = 120
+
+
 def console() -> "Console":
     """The console on stderr; plain where stderr is no terminal."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+    # A log has no edge to keep to; what a person set (COLUMNS) holds there too.
+    wide = None if sys.stderr.isatty() or "COLUMNS" in os.environ else _LOG_COLUMNS
+    return Console(stderr=True, highlight=False, width=wide, soft_wrap=not sys.stderr.isatty())
 
 
 class _BarTask:
