@@ -38,25 +38,33 @@ class _Interrupted(BaseException):
     """Ctrl-C or SIGTERM; no KeyboardInterrupt, which the command parser would answer by an exit code of its own."""
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise _Interrupted
+class _Interrupts:
+    """Raises `_Interrupted` at a signal, and remembers it: a library's import may catch it and raise another error."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
+
+    def _raise(self, _signal: int, _frame: FrameType | None) -> None:
+        self.seen = True
+        raise _Interrupted
 
 
 def main() -> None:
     """Run the command line; exit 0 done, 1 failed, 2 usage, 3 a check does not hold, 130 interrupted."""
     # Before torch starts its threads: idle ones that spin slow small LAPACK calls a hundredfold on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts = _Interrupts()
     try:
         app()
-    except LapcliError as error:
-        from lapcli.cli.display import failure
+    except (Exception, _Interrupted) as error:
+        from lapcli.cli import display
 
-        failure(error)
-        sys.exit(error.exit_code)
-    except _Interrupted:
-        from lapcli.cli.display import closing
-
-        closing("interrupted; every finished artifact is whole, and the same command goes on from there")
-        sys.exit(130)
+        if interrupts.seen:
+            display.closing("interrupted; every finished artifact is whole, and the same command goes on from there")
+            sys.exit(130)
+        if isinstance(error, LapcliError):
+            display.failure(error)
+            sys.exit(error.exit_code)
+        raise

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -296,6 +297,9 @@ def test_module_and_script_are_the_same():
     environment = {**os.environ, "COLUMNS": "100"}
     outputs = [
         subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-        for command in ([sys.executable, "-m", "lapcli", "--version"], ["lapcli", "--version"])
+        for command in (
+            [sys.executable, "-m", "lapcli", "--version"],
+            [Path(sys.executable).with_name("lapcli"), "--version"],
+        )
     ]
     assert outputs[0] == outputs[1] != ""

@@ -296,14 +296,20 @@ def test_require_fast_fails_where_nothing_is_fast(model, settings, tmp_path):
         calibrate(model, settings, tmp_path / "d.safetensors", machine=fast)
 
 
-def test_sigterm_leaves_nothing_under_the_final_name(model, settings, tmp_path):
-    """The command, stopped in the middle, says so and exits 130; the next run completes."""
-    arguments = [sys.executable, "-m", "lapcli", "calibrate", str(model.path), "--data", settings.data]
-    arguments += ["--samples", "12", "--seq-len", "128", "--run", str(tmp_path / "run")]
+@pytest.mark.parametrize("delay", [0.0, 0.3, 3.0], ids=["at-the-lock", "importing", "working"])
+def test_sigterm_leaves_nothing_under_the_final_name(model, tmp_path, delay):
+    """The command, stopped at any moment, says so and exits 130."""
+    run = tmp_path / "run"
+    # `recall` is endless, so this many samples outlast the test on any machine.
+    arguments = [sys.executable, "-m", "lapcli", "calibrate", str(model.path), "--data", "recall"]
+    arguments += ["--samples", "1000000", "--seq-len", "128", "--run", str(run)]
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    time.sleep(0.5)
+    while not (run / ".lock").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(delay)
     process.send_signal(signal.SIGTERM)
     _out, err = process.communicate()
     assert process.returncode == 130, err
     assert "interrupted" in err
-    assert not (tmp_path / "run" / "calibration.safetensors").exists()
+    assert not (run / "calibration.safetensors").exists()
