@@ -135,6 +135,8 @@ def read_recipe(path: Path) -> Recipe:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise RecipeError(f"there is no recipe {path}", "`lapcli list recipes` shows those that ship") from error
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is no YAML: {error}") from error
     if not isinstance(values, dict):

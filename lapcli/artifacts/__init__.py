@@ -11,6 +11,7 @@ from lapcli.artifacts.store import (
     artifact_digest,
     read_artifact,
     read_document,
+    refuse_foreign,
     write_artifact,
     write_document,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "read_artifact",
     "read_document",
     "read_header",
+    "refuse_foreign",
     "write_artifact",
     "write_document",
 ]

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 _BLOCK = 1 << 20
 _SAMPLE = 4096
-_SAMPLES_PER_FILE = 64
+_SAMPLES_PER_FILE = 4096
+_WHOLE_UP_TO = 4 << 30
 
 
 def digest_document(document: Any) -> str:
@@ -27,25 +28,31 @@ def digest_file(path: Path) -> str:
 
 
 def digest_weights(files: Iterable[Path], extra: Any = None) -> str:
-    """Name a checkpoint without reading all of it.
+    """Name a checkpoint.
 
-    Hashes each file's name, size, first mebibyte (the safetensors header lies there) and 64 evenly spaced blocks
-    of 4 KiB. A model of 80 GB takes well under a second; a fine-tuned copy changes weights everywhere, so it
-    cannot keep the digest, and an edit of a few bytes by hand may.
+    Up to 4 GiB of weights are hashed whole. Of larger ones, each file's name, size, first mebibyte (the safetensors
+    header lies there) and 4096 evenly spaced blocks of 4 KiB are: training changes weights everywhere, so a
+    fine-tuned copy cannot keep the digest, but an edit of single tensors by hand may.
 
     Args:
         files: the weight files, in any order.
         extra: a JSON-able document hashed along (the config, the index).
     """
+    paths = sorted(files, key=lambda file: file.name)
+    sizes = [path.stat().st_size for path in paths]
     digest = hashlib.sha256(digest_document(extra).encode())
-    for path in sorted(files, key=lambda file: file.name):
-        size = path.stat().st_size
+    for path, size in zip(paths, sizes, strict=True):
         digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as handle:
-            digest.update(handle.read(_BLOCK))
-            if size > _BLOCK:
-                step = max(1, (size - _SAMPLE) // _SAMPLES_PER_FILE)
-                for offset in range(_BLOCK, size, step):
-                    handle.seek(offset)
-                    digest.update(handle.read(_SAMPLE))
+        if sum(sizes) <= _WHOLE_UP_TO:
+            digest.update(digest_file(path).encode())
+        else:
+            _sample(path, size, digest.update)
     return digest.hexdigest()
+
+
+def _sample(path: Path, size: int, update: Callable[[bytes], None]) -> None:
+    with path.open("rb") as handle:
+        update(handle.read(_BLOCK))
+        for offset in range(_BLOCK, size, max(1, (size - _SAMPLE) // _SAMPLES_PER_FILE)):
+            handle.seek(offset)
+            update(handle.read(_SAMPLE))

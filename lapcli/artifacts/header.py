@@ -75,9 +75,9 @@ def read_header(path: Path) -> SafetensorsHeader:
     except FileNotFoundError as error:
         raise ArtifactError(f"there is no {path}") from error
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        hint = "delete it and run the command that makes it again, or download it again"
         raise ArtifactError(
-            f"{path} is truncated or no safetensors file ({error})",
-            "delete it and run the command that makes it again, or download it again",
+            f"{path} is truncated or no safetensors file ({error})", hint if path.suffix == ".safetensors" else None
         ) from error
     entries.sort(key=lambda entry: entry.start)
     end = max((entry.start + entry.nbytes for entry in entries), default=base)

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lapcli.artifacts.atomic import atomic_file
 from lapcli.errors import ArtifactError
@@ -59,14 +59,20 @@ class RunDirectory:
         Raises:
             ArtifactError: it is there, but no JSON.
         """
+        hint = "delete it; the artifacts beside it stay valid"
         try:
-            return json.loads(self.record.read_text())
+            record = json.loads(self.record.read_text())
         except FileNotFoundError:
             return None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise ArtifactError(
-                f"{self.record} is no JSON: {error}", "delete it; the artifacts beside it stay valid"
+                f"{self.path} is no run directory: {error.strerror}", "name another with --run"
             ) from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ArtifactError(f"{self.record} is no JSON: {error}", hint) from error
+        if not isinstance(record, dict) or "model" not in record or "commands" not in record:
+            raise ArtifactError(f"{self.record} is no record of a run", hint)
+        return cast(dict[str, Any], record)
 
     def note(self, model: dict[str, Any], command: str, result: dict[str, Any]) -> None:
         """Add a finished command to `run.json`; the same command with the same result is noted once."""

@@ -212,6 +212,22 @@ def _parse(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} has a header that is no JSON: {error}") from error
 
 
+def refuse_foreign(path: Path) -> None:
+    """Refuse to replace a file that lapcli cannot have written; a damaged artifact of its own may go.
+
+    Raises:
+        ArtifactError: the file is no safetensors file by its name, or a whole one without lapcli's header.
+    """
+    foreign = path.suffix != ".safetensors"
+    if not foreign:
+        try:
+            foreign = _KEY not in read_header(path).metadata
+        except ArtifactError:
+            return
+    if foreign:
+        raise ArtifactError(f"{path} is there, but lapcli did not write it", "remove it, or name another with --output")
+
+
 def artifact_digest(artifact: Artifact) -> str:
     """The digest of an artifact's identity and content, which its children record as their parent."""
     document = _parse(read_header(artifact.path).metadata, artifact.path)

@@ -86,4 +86,4 @@ def run(
         )
         return
     done = "calibrated" if worked else "nothing to do, it is there already"
-    display.closing(f"{done}: {target}\nnext: lapcli select --method drrqr --ratio 0.5", quiet=quiet)
+    display.closing(f"{done}: {target}\nnext: lapcli select --ratio 0.5{options.run_flag(run_path)}", quiet=quiet)

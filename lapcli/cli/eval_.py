@@ -27,7 +27,7 @@ def run(
     task_data: Annotated[
         Path | None, typer.Option(help="Folder with local copies of task data; nothing is then fetched.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Items of each task. Default: all; NIAH: 50 a length.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Items of each task. Default: all; NIAH: 25 a length.")] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of a window. Default: 2048, or what the model takes.")
     ] = None,

@@ -81,3 +81,8 @@ Tolerance = Annotated[
 
 DEFAULT_RUN = Path("lapcli-run")
 DEFAULT_RATIO = "0.5"
+
+
+def run_flag(path: Path) -> str:
+    """What a suggested command needs to find the same run."""
+    return "" if path == DEFAULT_RUN else f" --run {path}"

@@ -1,7 +1,5 @@
 """`lapcli prune`: calibrate, select and slice in one go."""
 
-from pathlib import Path
-
 import typer
 
 from lapcli.cli import options
@@ -84,7 +82,10 @@ def run(
         ]
         display.table(f"{source.name}, {method}", ["", "base", "sliced"], rows)
     done = "pruned" if any(result.worked.values()) else "nothing to do, all of it is there already"
-    display.closing(f"{done}: {directory.sliced}\nnext: lapcli eval builtin niah{_run_option(run_path)}", quiet=quiet)
+    display.closing(
+        f"{done}: {directory.sliced} ({result.width})\nnext: lapcli eval builtin niah{options.run_flag(run_path)}",
+        quiet=quiet,
+    )
 
 
 def _change(before: int, after: int) -> str:
@@ -98,7 +99,3 @@ def _calibration_cost(ready: bool, tokens: int, data: str, saliency: bool) -> st
         return "there already"
     passes = "forward and backward" if saliency else "forward"
     return f"{tokens} tokens of {data}, {passes}"
-
-
-def _run_option(path: Path) -> str:
-    return "" if path == options.DEFAULT_RUN else f" --run {path}"

@@ -98,9 +98,12 @@ def demo_models() -> dict[str, Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ModelError(f"{path} holds no settings")
+    return document
 
 
 def _download(name: str, revision: str | None) -> tuple[Path, str | None]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapcli.artifacts import Artifact, Lineage, read_artifact, write_artifact
+from lapcli.artifacts import Artifact, Lineage, read_artifact, refuse_foreign, write_artifact
 from lapcli.data import TokenBlocks, token_blocks
 from lapcli.errors import ArtifactError, DataError, ModelError
 from lapcli.families.base import Family, Member, StatefulLayer
@@ -282,13 +282,14 @@ def calibrate(
     reporter = reporter or SilentReporter()
     lineage = calibration_lineage(source, settings)
     existing: Artifact | None = None
-    if output.is_file():
+    if output.exists():
         try:
             existing = read_artifact(output, "calibration")
             refuse_stale(lineage, existing.lineage, output)
         except ArtifactError:
             if not overwrite:
                 raise
+            refuse_foreign(output)
             existing = None
     if existing is not None and (not saliency or has_saliency(existing)):
         return existing, False

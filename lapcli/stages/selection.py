@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lapcli.artifacts import Artifact, digest_document, read_artifact, write_artifact
+from lapcli.artifacts import Artifact, digest_document, read_artifact, refuse_foreign, write_artifact
 from lapcli.artifacts.store import content_digest
 from lapcli.errors import ArtifactError, UsageError
 from lapcli.recipe import SelectionSettings
@@ -130,7 +130,7 @@ def select(
     needs = budget.selector.needs(settings.score_from) or {"magnitude_key"}
     statistics, digest = _statistics(calibration, sorted(needs))
     lineage = selection_lineage(calibration, settings, budget.width.width, digest)
-    if output.is_file():
+    if output.exists():
         try:
             existing = read_artifact(output, "selection")
             refuse_stale(lineage, existing.lineage, output)
@@ -138,6 +138,7 @@ def select(
         except ArtifactError:
             if not overwrite:
                 raise
+            refuse_foreign(output)
     tensors: dict[str, Tensor] = {}
     rows: list[dict[str, Any]] = []
     with reporter.task(f"selecting ({settings.method})", total=len(statistics), unit="layers") as task:

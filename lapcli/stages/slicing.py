@@ -25,10 +25,10 @@ from lapcli.artifacts import (
     read_artifact,
     write_document,
 )
-from lapcli.errors import ArtifactError, FamilyError, ModelError
+from lapcli.errors import ArtifactError, FamilyError, LapcliError, ModelError
 from lapcli.families.base import Member, StatefulLayer
 from lapcli.families.registry import family_for
-from lapcli.families.source import ModelSource, refuse_quantised
+from lapcli.families.source import ModelSource, refuse_quantised, resolve_model
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage, slicing_lineage
 
@@ -186,12 +186,14 @@ def _write_index(source: ModelSource, cuts: Mapping[str, _Cut], folder: Path) ->
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _copy_companions(source: ModelSource, folder: Path) -> None:
+def _companions(source: ModelSource) -> list[str]:
     """Tokenizer, generation settings, licence and code; the base's own card and training record stay behind."""
     skipped = {"config.json", "README.md", LINEAGE_FILE, "model.safetensors.index.json", "training_log.json"}
-    for file in sorted(source.path.iterdir()):
-        if file.is_file() and file.suffix not in _WEIGHTS and file.name not in skipped and file.name[0] != ".":
-            shutil.copyfile(file, folder / file.name)
+    return sorted(
+        file.name
+        for file in source.path.iterdir()
+        if file.is_file() and file.suffix not in _WEIGHTS and file.name not in skipped and file.name[0] != "."
+    )
 
 
 def _card(source: ModelSource, plan: SlicePlan, settings: Mapping[str, Any]) -> str:
@@ -279,7 +281,8 @@ def slice_model(
         _write_index(source, cuts, folder)
         config = family.sliced_config(source.config, kept_width)
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-        _copy_companions(source, folder)
+        for name in _companions(source):
+            shutil.copyfile(source.path / name, folder / name)
         (folder / "README.md").write_text(_card(source, plan, selection.lineage.settings))
         write_document(folder / LINEAGE_FILE, slicing_lineage(source, selection, artifact_digest(selection)))
     return plan
@@ -296,21 +299,41 @@ def slice_into(
     Raises:
         ArtifactError: something else lies at `output` and `overwrite` is false; and as `slice_model`.
     """
-    if output.resolve() == source.path:
+    place = output.resolve()
+    if place == source.path:
         raise ModelError(f"{output} is the model itself; its slice needs another directory", "pass --output DIR")
+    for input_path in (source.path, selection.path.resolve()):
+        if place in input_path.parents:
+            raise ArtifactError(f"{output} holds {input_path}, which is needed here", "pass --output DIR")
     if output.exists():
+        existing = sliced_lineage(output) if output.is_dir() else None
+        if existing is None:
+            # Not even --overwrite may remove what is not ours.
+            raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
         try:
-            existing = sliced_lineage(output)
-            if existing is None:
-                raise ArtifactError(
-                    f"{output} is there, but lapcli did not write it", "remove it, or name another place"
-                )
             refuse_stale(slicing_lineage(source, selection, artifact_digest(selection)), existing, output)
-            return plan_slicing(source, selection), False
+            if _is_whole(source, selection, output):
+                return plan_slicing(source, selection), False
+            reporter.warn(f"{output} is damaged; it is made again")
+            overwrite = True
         except ArtifactError:
             if not overwrite:
                 raise
     return slice_model(source, selection, output, overwrite=overwrite, reporter=reporter), True
+
+
+def _is_whole(source: ModelSource, selection: Artifact, output: Path) -> bool:
+    """Whether a slice has every tensor in its size, its config and its companions."""
+    layers, kept = _checked(source, selection)
+    cuts = _cuts(source, layers, kept)
+    wanted = {_sliced_entry(entry, cuts.get(name)) for name, (_header, entry) in source.tensors.items()}
+    config = family_for(source.config).sliced_config(source.config, next(iter(kept.values())).shape[1])
+    try:
+        made = resolve_model(str(output))
+        found = {(entry.name, entry.dtype, entry.shape, entry.nbytes) for _header, entry in made.tensors.values()}
+    except LapcliError:
+        return False
+    return found == wanted and made.config == config and all((output / name).is_file() for name in _companions(source))
 
 
 def load_selection(path: Path) -> Artifact:
