@@ -23,10 +23,12 @@ from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
 CPU = Machine(device="cpu")
 
 
-@pytest.fixture(scope="module")
-def calibrated(model, settings, tmp_path_factory):
+@pytest.fixture(scope="module", params=[256, 4096], ids=["six-batches", "one-batch"])
+def calibrated(request, model, settings, tmp_path_factory):
     path = tmp_path_factory.mktemp("calibration") / "calibration.safetensors"
-    artifact, worked = calibrate(model, settings, path, machine=CPU, saliency=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module._TOKENS_PER_BATCH, "cpu", request.param)
+        artifact, worked = calibrate(model, settings, path, machine=CPU, saliency=True)
     assert worked
     return artifact
 
@@ -117,7 +119,8 @@ def test_a_second_run_does_no_work(calibrated, model, settings, monkeypatch):
     assert artifact.names == calibrated.names
 
 
-def test_saliency_extends_and_keeps_the_sums(model, settings, calibrated, tmp_path):
+def test_saliency_extends_and_keeps_the_sums(model, settings, tmp_path):
+    at_once, _ = calibrate(model, settings, tmp_path / "at-once.safetensors", machine=CPU, saliency=True)
     path = tmp_path / "c.safetensors"
     first, _ = calibrate(model, settings, path, machine=CPU)
     assert not has_saliency(first)
@@ -126,7 +129,7 @@ def test_saliency_extends_and_keeps_the_sums(model, settings, calibrated, tmp_pa
     assert worked
     assert has_saliency(second)
     for name, tensor in second.tensors().items():
-        assert torch.equal(tensor, sums.get(name, calibrated.tensor(name))), name
+        assert torch.equal(tensor, sums.get(name, at_once.tensor(name))), name
 
 
 def test_another_text_is_stale_and_says_so(model, settings, calibrated):

@@ -1,0 +1,79 @@
+"""Slicing as a stage: what is there is kept, mended or refused. What a slice computes, the families' contract tests."""
+
+import pytest
+import torch
+
+from lapcli.artifacts import Lineage, write_artifact
+from lapcli.errors import ArtifactError
+from lapcli.families.gated_deltanet import expand_v_for
+from lapcli.families.registry import family_for
+from lapcli.reporting import SilentReporter
+from lapcli.stages.slicing import plan_slicing, slice_into, slice_model
+
+
+@pytest.fixture
+def selection(model, tmp_path):
+    layers = family_for(model.config).layers(model.config)
+    tensors = {f"layers.{layer.index}.kept": torch.arange(16).repeat(layer.heads, 1) for layer in layers}
+    lineage = Lineage("selection", model.describe(), "any", {"method": "by hand", "kept_width": 16})
+    return write_artifact(tmp_path / "run" / "selection.safetensors", lineage, tensors)
+
+
+def into(model, selection, output, **options):
+    return slice_into(model, selection, output, **{"overwrite": False, "reporter": SilentReporter(), **options})[1]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_slice_is_made_again(model, selection, tmp_path, name):
+    output = tmp_path / "sliced"
+    assert into(model, selection, output)
+    whole = (output / name).read_bytes()
+    assert not into(model, selection, output)
+    (output / name).unlink()
+    assert into(model, selection, output)
+    assert (output / name).read_bytes() == whole
+    if name == "model.safetensors":
+        (output / name).write_bytes(whole[:-50])
+        reporter = SilentReporter()
+        assert into(model, selection, output, reporter=reporter)
+        assert "damaged" in reporter.warnings[0]
+        assert (output / name).read_bytes() == whole
+
+
+def test_overwrite_never_removes_what_is_not_ours(model, selection, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    for output in (mine, tmp_path / "file", selection.path.parent, tmp_path):
+        with pytest.raises(ArtifactError):
+            into(model, selection, output, overwrite=True)
+    assert (mine / "thesis.txt").read_text() == "years of work"
+    assert selection.path.is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows.flip(1), "not ascending"),
+        (lambda rows: rows.clamp(max=3), "not ascending"),
+        (lambda rows: rows + 20, "within 0..31"),
+        (lambda rows: rows[:1], "key heads"),
+    ],
+    ids=["unsorted", "repeated", "out-of-range", "a-head-missing"],
+)
+def test_kept_sets_that_cannot_be_are_refused(model, selection, tmp_path, change, message):
+    tensors = {name: change(rows) for name, rows in selection.tensors().items()}
+    bad = write_artifact(tmp_path / "bad.safetensors", selection.lineage, tensors)
+    with pytest.raises(ArtifactError, match=message):
+        plan_slicing(model, bad)
+    with pytest.raises(ArtifactError, match=message):
+        slice_model(model, bad, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("value_width", [64, 128, 256, 512])
+def test_expand_v_gives_back_the_value_width_in_flas_own_arithmetic(value_width):
+    assert all(int(width * expand_v_for(value_width, width)) == value_width for width in range(1, 257))
+    # Plain division would not.
+    assert value_width == 64 or any(int(w * (value_width / w)) != value_width for w in range(1, 257))
