@@ -19,7 +19,7 @@ class Machine:
     Attributes:
         device: "auto", "cpu", "cuda", "cuda:1", ….
         dtype: "auto" or a torch dtype's name.
-        kernel: "auto", "reference", "chunked", "triton" or "fla".
+        kernel: "auto", "reference", "chunked" or "fla".
         require_fast: whether it is an error when no fast kernel runs.
         trust_remote_code: whether code in a model's directory may run.
     """
@@ -67,6 +67,19 @@ class Machine:
         text = config.get("text_config") or {}
         stored = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"
         return _DTYPES.get(stored, torch.bfloat16)
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Refuse, before any work, a device, dtype or kernel that cannot be.
+
+        Raises:
+            UsageError: one of the names is none.
+        """
+        from lapkernels.delta_rule import IMPLEMENTATIONS
+
+        self.torch_device()
+        self.torch_dtype(config)
+        if self.kernel not in IMPLEMENTATIONS:
+            raise UsageError(f"--kernel {self.kernel!r} is none of {', '.join(IMPLEMENTATIONS)}")
 
     def announce(self, model: Any, reporter: Reporter, *, needs_gradient: bool = False) -> None:
         """Say in one line which kernel of the delta rule runs, or refuse when a fast one was required and none does.

@@ -73,7 +73,7 @@ def run(
         display.would_do(facts, as_json)
         return
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
-    machine.torch_device()
+    machine.check(source.config)
     with directory.lock():
         artifact, worked = calibrate(
             source, settings, target, machine=machine, saliency=grad, overwrite=overwrite, reporter=reporter

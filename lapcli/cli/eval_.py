@@ -124,4 +124,10 @@ def _models(model: str | None, baseline: str | None, run: "RunDirectory") -> "li
         )
     from lapcli.stages.evaluation import models_of
 
-    return models_of(run, resolve_model(baseline) if baseline is not None else context.base_model(None, run))
+    chosen = models_of(run, resolve_model(baseline) if baseline is not None else context.base_model(None, run))
+    if len(chosen) == 1:
+        raise ArtifactError(
+            f"there is no sliced model in {run.path} to compare with its base",
+            f"make one with `lapcli slice --run {run.path}`, or measure one model alone with --model",
+        )
+    return chosen

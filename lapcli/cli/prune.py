@@ -65,7 +65,7 @@ def run(
             display.facts("would do (nothing was done)", facts)
         return
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
-    machine.torch_device()
+    machine.check(source.config)
     with directory.lock():
         result = prune(
             source, calibration, selection, directory, machine=machine, overwrite=overwrite, reporter=reporter

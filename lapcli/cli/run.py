@@ -30,9 +30,15 @@ def run(
 ) -> None:
     """Leave the chain's results in the run directory."""
     from lapcli.cli import context, display
+    from lapcli.errors import RecipeError
+    from lapcli.evaluation.tasks import parse_tasks
     from lapcli.recipe import read_recipe
 
     plan = read_recipe(recipe)
+    if (plan.selection.ratio is None) == (plan.selection.keep is None):
+        raise RecipeError(f"{recipe}: selection: give either ratio or keep")
+    if plan.evaluation is not None:
+        parse_tasks(plan.evaluation.tasks)
     if validate_only:
         display.closing(f"{recipe} is valid", quiet=quiet)
         return

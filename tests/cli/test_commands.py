@@ -139,6 +139,8 @@ def test_a_recipe_is_the_whole_chain(lapcli, tiny, text, tmp_path):
     code, _out, err = lapcli("run", recipe, "--validate")
     assert code == 1
     assert "did you mean 'seq_len'?" in err
+    recipe.write_text("model: x\ncalibration: {data: y, samples: 8, seq_len: 64}\nselection: {}\n")
+    assert "either ratio or keep" in lapcli("run", recipe, "--validate")[2]
 
 
 def test_inspect_shows_widths_and_lineage(lapcli, job):
@@ -172,7 +174,7 @@ def test_inspect_shows_widths_and_lineage(lapcli, job):
         (["--data", "no-such.txt"], 1, ["no-such.txt"]),
         (["--device", "gpu"], 2, ["gpu"]),
         (["--dtype", "int8"], 2, ["int8", "bfloat16"]),
-        (["--kernel", "fast"], 1, ["fast", "chunked"]),
+        (["--kernel", "fast"], 2, ["fast", "chunked"]),
         (["--kernel", "fla"], 1, ["fla"]),
         (["--require-fast"], 1, ["--require-fast"]),
         (["--f", "0.5"], 2, ["f", "0.5"]),
@@ -274,6 +276,14 @@ def test_a_selection_for_another_model_is_refused(lapcli, job, tiny, tmp_path):
     assert code == 1
     assert "was made for" in err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_run_without_its_slice_is_no_comparison(lapcli, job, tmp_path):
+    assert lapcli(*job, "--ratio", "0.5")[0] == 0
+    (tmp_path / "lapcli-run" / "sliced").rename(tmp_path / "elsewhere")
+    code, _out, err = lapcli("eval", "niah")
+    assert code == 1
+    assert "there is no sliced model" in err
 
 
 def test_a_pruned_model_can_be_pruned_again_and_says_so(lapcli, job, tmp_path):
