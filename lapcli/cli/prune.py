@@ -49,7 +49,7 @@ def run(
     from lapcli.stages.pruning import plan_document, plan_pruning, prune
 
     reporter = display.DisplayReporter(quiet or as_json)
-    plan = plan_pruning(source, calibration, selection, directory)
+    plan = plan_pruning(source, calibration, selection, directory, overwrite=overwrite)
     facts = {
         "model": f"{source.name} ({source.digest[:12]})",
         "stateful layers": len(plan.layers),

@@ -50,7 +50,7 @@ def run(
     from lapcli.machine import Machine
     from lapcli.stages.pruning import plan_document, plan_pruning, prune
 
-    pruning = plan_pruning(source, plan.calibration, plan.selection, directory)
+    pruning = plan_pruning(source, plan.calibration, plan.selection, directory, overwrite=overwrite)
     if dry_run:
         facts = {**plan_document(pruning), "tasks": plan.evaluation.tasks if plan.evaluation else []}
         display.would_do(facts, as_json)

@@ -12,7 +12,7 @@ from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors.budget import KeptWidth
-from lapcli.stages.calibration import calibrate, has_saliency
+from lapcli.stages.calibration import calibrate, check_calibration, has_saliency
 from lapcli.stages.lineage import calibration_lineage, refuse_stale, sliced_lineage
 from lapcli.stages.selection import budget_for, select
 from lapcli.stages.slicing import SlicePlan, slice_into
@@ -81,9 +81,21 @@ class PruneResult:
 
 
 def plan_pruning(
-    source: ModelSource, calibration: CalibrationSettings, selection: SelectionSettings, run: RunDirectory
+    source: ModelSource,
+    calibration: CalibrationSettings,
+    selection: SelectionSettings,
+    run: RunDirectory,
+    *,
+    overwrite: bool = False,
 ) -> PrunePlan:
     """Check a request and say what it means, without reading any weights.
+
+    Args:
+        source: the model.
+        calibration: the text and its amount.
+        selection: the method and its budget.
+        run: the run directory.
+        overwrite: whether results of other inputs, or damaged ones, give way.
 
     Raises:
         LapcliError: whatever `prune` would refuse and can be known now.
@@ -95,21 +107,31 @@ def plan_pruning(
         raise FamilyError(f"{source.name} has no layer with a state, so there is nothing to prune")
     budget = budget_for(layers[0].key_width, selection)
     needs_saliency = any(name.startswith("saliency") for name in budget.selector.needs(selection.score_from))
-    ready = False
-    if run.calibration.is_file():
-        existing = read_artifact(run.calibration, "calibration")
-        same = not calibration_lineage(source, calibration).differences(existing.lineage)
-        ready = same and (not needs_saliency or has_saliency(existing))
-    return PrunePlan(
+    there = _calibration_there(source, calibration, run)
+    if there is None:
+        check_calibration(source, calibration, SilentReporter())
+    plan = PrunePlan(
         layers=layers,
         width=budget.width,
         needs_saliency=needs_saliency,
-        calibration_ready=ready,
+        calibration_ready=there is not None and (not needs_saliency or has_saliency(there)),
         tokens=calibration.samples * calibration.seq_len,
         state_bytes_before=sum(layer.state_bytes() for layer in layers),
         state_bytes_after=sum(layer.state_bytes(budget.width.width) for layer in layers),
         pruned_before=_pruned_before(source),
     )
+    if not overwrite:
+        _refuse_stale_results(source, calibration, selection, plan, run)
+    return plan
+
+
+def _calibration_there(source: ModelSource, calibration: CalibrationSettings, run: RunDirectory) -> Artifact | None:
+    """The run's calibration where it is one of these inputs; a damaged one is none."""
+    try:
+        existing = read_artifact(run.calibration, "calibration")
+    except ArtifactError:
+        return None
+    return None if calibration_lineage(source, calibration).differences(existing.lineage) else existing
 
 
 def _pruned_before(source: ModelSource) -> str | None:
@@ -175,14 +197,12 @@ def prune(
         LapcliError: see the three stages.
     """
     reporter = reporter or SilentReporter()
-    plan = plan_pruning(source, calibration, selection, run)
+    plan = plan_pruning(source, calibration, selection, run, overwrite=overwrite)
     if plan.pruned_before:
         reporter.notice(
             f"{source.name} was pruned before, from {plan.pruned_before}; the ratio is of the "
             f"{plan.width.original} channels that are there now"
         )
-    if not overwrite:
-        _refuse_stale_results(source, calibration, selection, plan, run)
     calibrated, did_calibrate = calibrate(
         source,
         calibration,

@@ -81,10 +81,11 @@ def test_steps_one_by_one_give_what_prune_gives(lapcli, job, tiny, text, tmp_pat
 
 def test_another_ratio_stops_before_any_work_unless_told(lapcli, job):
     assert lapcli(*job, "--ratio", "0.5")[0] == 0
-    code, _out, err = lapcli(*job, "--ratio", "0.25")
-    assert code == 1
-    assert "kept_width: 24 wanted, 16 found" in err
-    assert "--overwrite" in err
+    for arguments in ([], ["--dry-run"]):
+        code, _out, err = lapcli(*job, "--ratio", "0.25", *arguments)
+        assert code == 1
+        assert "kept_width: 24 wanted, 16 found" in err
+        assert "--overwrite" in err
     code, out, err = lapcli(*job, "--ratio", "0.25", "--overwrite", "--json")
     assert code == 0, err
     assert json.loads(out)["worked"] == {"calibration": False, "selection": True, "slicing": True}
@@ -99,6 +100,17 @@ def test_grad_extends_the_calibration(lapcli, job):
     code, out, err = lapcli(*job, "--ratio", "0.5", "--overwrite", "--json")
     assert code == 0, err
     assert not json.loads(out)["worked"]["calibration"]
+
+
+def test_a_damaged_calibration_gives_way_when_told(lapcli, job, tmp_path):
+    assert lapcli(*job, "--ratio", "0.5")[0] == 0
+    calibration = tmp_path / "lapcli-run" / "calibration.safetensors"
+    whole = calibration.read_bytes()
+    calibration.write_bytes(whole[:-10])
+    assert lapcli(*job, "--ratio", "0.5")[0] == 1
+    code, _out, err = lapcli(*job, "--ratio", "0.5", "--overwrite")
+    assert code == 0, err
+    assert calibration.read_bytes() == whole
 
 
 def test_dry_run_does_nothing(lapcli, job, tmp_path):
