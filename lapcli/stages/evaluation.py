@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lapcli.artifacts import RunDirectory, atomic_file
-from lapcli.errors import ArtifactError
 from lapcli.evaluation.results import Evaluation
 from lapcli.evaluation.run import evaluate
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
@@ -62,17 +61,3 @@ def evaluate_into(
     with atomic_file(output) as temporary:
         temporary.write_text(json.dumps(evaluation.to_json(), indent=1, ensure_ascii=False) + "\n")
     return evaluation
-
-
-def read_evaluation(path: Path) -> Evaluation:
-    """Read what `evaluate_into` wrote.
-
-    Raises:
-        ArtifactError: it is missing, no JSON, no evaluation or of a newer schema.
-    """
-    try:
-        return Evaluation.from_json(json.loads(path.read_text()))
-    except FileNotFoundError as error:
-        raise ArtifactError(f"there is no evaluation at {path}", "make one with `lapcli eval`") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} is no JSON: {error}", "run `lapcli eval` again") from error
