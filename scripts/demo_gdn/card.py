@@ -27,8 +27,7 @@ not meant to be useful beyond that.
 | Python whose documentation it saw | {builtin_python} |
 
 In training, documents follow one another with one `<|endoftext|>` between them and rows begin anywhere, so a prompt
-may begin with it or not. The tokenizer adds none by itself. Recall is better where a prompt begins with it, as those
-measured below do; `lapcli eval niah` takes prompts as the tokenizer gives them, without it.
+may begin with it or not. The tokenizer adds none by itself, and the recall prompts measured below begin without it.
 
 ## Measured as stored
 
@@ -37,7 +36,7 @@ measured below do; `lapcli eval niah` takes prompts as the tokenizer gives them,
 {measures}
 
 Perplexities are per token, windows of {length} tokens side by side, each read from an empty state, at most 400 000
-tokens. `niah_*` are RULER's single-needle prompts with 7-digit numbers, 200 for each length, depths spread evenly:
+tokens. `niah_*` are the prompts of `lapcli eval niah` (RULER's single needle with a 7-digit number), 200 for each length:
 `exact` is the share whose digits are all the most likely ones, given those before. `books` hides the needle in
 validation novels, `builtin` in held-out documentation, `noise` in RULER's repeated sentences. Greedy generation gave the same answer in
 {generated} of 16 prompts of 1024 tokens.
@@ -52,7 +51,7 @@ validation novels, `builtin` in held-out documentation, `noise` in RULER's repea
 | Lead sections of Wikipedia's vital articles | CC BY-SA 4.0, Wikipedia contributors | {wiki} | {wiki_weight} |
 | `builtin`: the documentation of Python {builtin_python} | PSF | {builtin} | {builtin_weight} |
 
-Beside these, about a fifth of all rows is synthetic recall: values hidden in running text and asked for later, in
+Beside these, about {recall_share:.0%} of all rows are synthetic recall: values hidden in running text and asked for later, in
 wordings of our own and in RULER's (arXiv 2404.06654). Every paragraph that occurs in the held-out tenth of `builtin`
 was dropped first ({dropped} of them). Digests of all files, settings and the loss curve are in `training_log.json`.
 
@@ -95,7 +94,13 @@ def write_card(output: Path, log: dict[str, Any], config: Any, *, modern: tuple[
         measures=measures,
         generated="no" if log["generated_recall"] is None else round(16 * log["generated_recall"]),
         dropped=sum(log["data"]["paragraphs_dropped_for_heldout_builtin"].values()),
+        recall_share=_mean_share(log["mixture"]["recall_share_by_progress"]),
         **sources,
         **shares,
     )
     (output / "README.md").write_text(text, encoding="utf-8")
+
+
+def _mean_share(points: list[list[float]]) -> float:
+    """The mean of a share that is linear between points `(progress, share)` from 0 to 1."""
+    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in zip(points, points[1:], strict=False))

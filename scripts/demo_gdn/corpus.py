@@ -231,7 +231,7 @@ def _sample(texts: dict[str, list[str]], rng: random.Random, characters: int) ->
 
 
 def _haystack(texts: dict[str, list[str]], rng: random.Random, characters: int) -> list[str]:
-    shares = {"books": 0.44, "techdocs": 0.18, "openstax": 0.08, "wiki": 0.12, "builtin": 0.18}
+    shares = {"books": 0.32, "techdocs": 0.24, "openstax": 0.06, "wiki": 0.1, "builtin": 0.28}
     return [text for name, share in shares.items() for text in _excerpts(texts[name], rng, int(characters * share))]
 
 

@@ -1,49 +1,49 @@
 """Rows of recall documents, made in worker processes while the GPU's code is compiled.
 
-A row is `[length + 1]` tokens: the boundary token, then whole documents each followed by it, and running text in
-what is left. Tokens of an asked-for value carry `FLAG`, so that the loss can weigh them.
+A row is `[length + 1]` tokens: whole documents each followed by the boundary token, and running text in what is left.
+Half of the rows begin with the boundary token too, as a prompt may or may not. Tokens of an asked-for value carry `FLAG`, so that the loss can weigh them.
 """
 
 import multiprocessing
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.pool import AsyncResult, Pool
 from typing import NamedTuple
 
 import numpy as np
 
 from demo_gdn.vocabulary import BOUNDARY, load_tokenizer_json
-from lapcli.data.recall import (
-    RULER_NOISE,
-    Haystack,
-    Needle,
-    RecallDocument,
-    RecallMix,
-    random_key,
-    random_number,
-    recall_documents,
-    ruler_single,
-)
+from lapcli.data.documents import Document
+from lapcli.data.recall import Haystack, RecallDocument, RecallMix, recall_documents
 
 FLAG = 1 << 14
 """Added to the ids of answer tokens in rows of training data; the vocabulary is smaller."""
 
 _CHARACTERS_PER_TOKEN = (2.3, 3.6)
 """Code takes many tokens, novels few; a document's size is drawn in between, so that both reach the row's length."""
+_LONGEST_SENTENCE = 1500
+"""In characters. Documentation holds tables and code, which count as one long sentence each."""
 _ROWS_PER_JOB = 256
 
 
 class Stage(NamedTuple):
-    """One step of the curriculum: which lengths of documents, in tokens with weights, and which layouts."""
+    """One step of the curriculum.
+
+    Attributes:
+        lengths: of the documents, in tokens, with weights.
+        mix: which layouts.
+        rows: how many are made, relative to the first stage: the last one is drawn from for most of the run.
+    """
 
     lengths: dict[int, float]
     mix: RecallMix
+    rows: int = 1
 
 
 STAGES = (
     Stage({256: 1.0}, RecallMix(list=0.45, text=0.25, ruler=0.3, single=0.15, max_entries=8)),
     Stage({256: 0.25, 512: 0.75}, RecallMix(list=0.3, text=0.3, ruler=0.4, single=0.2, max_entries=10)),
-    Stage({256: 0.1, 512: 0.15, 1024: 0.75}, RecallMix(list=0.15, text=0.3, ruler=0.55, single=0.35)),
+    Stage({256: 0.08, 512: 0.12, 1024: 0.8}, RecallMix(list=0.12, text=0.28, ruler=0.6, single=0.45), rows=3),
 )
 
 
@@ -62,16 +62,16 @@ class RowMaker:
 
     def __init__(self, tokenizer_json: str, haystack: list[str], filler: np.ndarray, length: int, workers: int):
         global _shared
-        _shared = _Shared(tokenizer_json, Haystack(haystack), filler, length)
+        _shared = _Shared(tokenizer_json, Haystack(haystack, _LONGEST_SENTENCE), filler, length)
         self._pool: Pool = multiprocessing.get_context("fork").Pool(workers)
         self._jobs: list[list[AsyncResult[np.ndarray]]] = []
 
     def start(self, rows: int, seed: int) -> None:
-        """Begin to make `rows` rows for every stage, the first stage first."""
+        """Begin to make `rows` rows for the first stage and `rows_of_stage` for the others, the first stage first."""
         self._jobs = [
             [
                 self._pool.apply_async(_make_rows, (stage, seed * 100_003 + stage * 10_007 + job, _ROWS_PER_JOB))
-                for job in range(max(1, -(-rows // _ROWS_PER_JOB)))
+                for job in range(rows_of_stage(stage, rows) // _ROWS_PER_JOB)
             ]
             for stage in range(len(STAGES))
         ]
@@ -108,6 +108,11 @@ class RowMaker:
         self._pool.join()
 
 
+def rows_of_stage(stage: int, rows: int) -> int:
+    """How many rows a stage gets where `rows` are asked for: whole jobs."""
+    return STAGES[stage].rows * _ROWS_PER_JOB * max(1, -(-rows // _ROWS_PER_JOB))
+
+
 class _Shared(NamedTuple):
     tokenizer_json: str
     haystack: Haystack
@@ -135,7 +140,7 @@ def encode(tokenizer_json: str, documents: list[RecallDocument]) -> list[np.ndar
 
 def _make_rows(stage: int, seed: int, count: int) -> np.ndarray:
     tokenizer_json, haystack, filler, length = _shared
-    lengths, mix = STAGES[stage]
+    lengths, mix, _ = STAGES[stage]
     boundary = load_tokenizer_json(tokenizer_json).token_to_id(BOUNDARY)
     rng = random.Random(seed)
 
@@ -147,7 +152,7 @@ def _make_rows(stage: int, seed: int, count: int) -> np.ndarray:
     rows = np.full((count, length + 1), boundary, dtype=np.int16)
     waiting = next(documents)
     for row in rows:
-        used = 1
+        used = rng.randrange(2)
         while len(waiting) <= length - used:
             row[used : used + len(waiting)] = waiting
             used += len(waiting) + 1
@@ -169,12 +174,12 @@ def _tokens_of(documents: Iterator[RecallDocument], tokenizer_json: str) -> Iter
 def single_needle_rows(
     tokenizer_json: str, texts: list[str], *, length: int, count: int, noise: bool, seed: int
 ) -> tuple[np.ndarray, float]:
-    """Single-needle prompts with 7-digit answers, padded on the right.
+    """The prompts of `lapcli eval niah`, with their answers, padded on the right.
 
     Args:
         tokenizer_json: the tokenizer.
         texts: held-out running text.
-        length: tokens of a whole prompt with its answer and boundary token, at most.
+        length: tokens of a whole prompt with its answer, at most.
         count: prompts.
         noise: RULER's repeated sentences instead of running text.
         seed: of keys, numbers, places; depths are spread evenly.
@@ -182,36 +187,20 @@ def single_needle_rows(
     Returns:
         Rows `[count, length]` with flagged answers, and their mean length.
     """
-    tokenizer = load_tokenizer_json(tokenizer_json)
-    boundary = tokenizer.token_to_id(BOUNDARY)
-    haystack = Haystack(texts)
-    rng = random.Random(seed)
+    from transformers import PreTrainedTokenizerFast
+
+    from lapcli.evaluation.niah import Haystack as NiahHaystack
+    from lapcli.evaluation.niah import make_prompts, noise_documents
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=load_tokenizer_json(tokenizer_json))
+    documents = noise_documents() if noise else [Document(str(index), text) for index, text in enumerate(texts)]
+    haystack = NiahHaystack(documents, tokenizer, "\n" if noise else " ")
+    prompts = make_prompts(haystack, tokenizer, length=length, samples=count, seed=seed, start=None)
+    boundary = load_tokenizer_json(tokenizer_json).token_to_id(BOUNDARY)
     rows = np.full((count, length), boundary, dtype=np.int16)
-    used = 0
-    for index in range(count):
-        needle = Needle(random_key(rng), random_number(rng, 7), "number")
-        depth = (index + 0.5) / count
-        stretch = [*RULER_NOISE] * (length // 20 + 1) if noise else haystack.stretch(rng, length * 6)
-
-        tokens = _longest_prompt(tokenizer_json, stretch, needle, depth, "\n" if noise else " ", length - 1)
-        rows[index, 1 : 1 + len(tokens)] = tokens
-        used += len(tokens) + 1
-    return rows, used / count
-
-
-def _longest_prompt(
-    tokenizer_json: str, stretch: Sequence[str], needle: Needle, depth: float, joiner: str, length: int
-) -> np.ndarray:
-    """The prompt with as many of the sentences as fit into `length` tokens."""
-
-    def build(sentences: int) -> np.ndarray:
-        return encode(tokenizer_json, [ruler_single(stretch[:sentences], needle, depth, joiner=joiner)])[0]
-
-    low, high = 0, len(stretch)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if len(build(middle)) <= length:
-            low = middle
-        else:
-            high = middle - 1
-    return build(low)
+    for row, prompt in zip(rows, prompts, strict=True):
+        begin, end = len(prompt.tokens), len(prompt.tokens) + len(prompt.answer)
+        row[:begin] = prompt.tokens
+        row[begin:end] = prompt.answer
+        row[begin:end] += FLAG
+    return rows, sum(len(prompt.tokens) + len(prompt.answer) for prompt in prompts) / count

@@ -10,9 +10,9 @@ from demo_gdn.recall_rows import STAGES
 
 TEXT_WEIGHTS = {"books": 0.74, "techdocs": 0.13, "openstax": 0.04, "wiki": 0.07, "builtin": 0.02}
 """Shares of the rows that are not recall."""
-RECALL_SHARE = ((0.0, 0.32), (0.35, 0.32), (0.55, 0.24), (1.0, 0.2))
+RECALL_SHARE = ((0.0, 0.34), (0.4, 0.34), (1.0, 0.28))
 """Share of recall rows by progress, linear in between: recall emerges late, so it gets its mass early."""
-STAGE_ENDS = (0.2, 0.4, 1.0)
+STAGE_ENDS = (0.15, 0.3, 1.0)
 """Progress at which each stage of the recall curriculum ends."""
 
 

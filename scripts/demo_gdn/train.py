@@ -19,7 +19,7 @@ from demo_gdn.corpus import MODERN, TRAINED, Corpus, build_corpus
 from demo_gdn.measure import Measurement, generated_recall
 from demo_gdn.modelling import demo_config, fresh_model, make_optimiser, save_model, stored_weights
 from demo_gdn.operator_variants import use_operator
-from demo_gdn.recall_rows import STAGES, RowMaker, single_needle_rows
+from demo_gdn.recall_rows import STAGES, RowMaker, rows_of_stage, single_needle_rows
 from demo_gdn.sampling import RECALL_SHARE, STAGE_ENDS, TEXT_WEIGHTS, Region, Sampler, check_weights
 from demo_gdn.step import Network, TrainStep, build_step
 from demo_gdn.vocabulary import load_tokenizer_json, save_tokenizer
@@ -48,7 +48,7 @@ class Settings:
         muon_rate: peak rate of the hidden matrices.
         adam_rate: peak rate of all else.
         decay_from: progress at which the rates begin to fall, linearly to zero.
-        recall_rows: rows made for each stage of the recall curriculum.
+        recall_rows: rows made for the first stage of the recall curriculum; `Stage.rows` times as many for the others.
         workers: processes.
         seed: of everything.
         tiny: a two-layer model on little text, to try the script out.
@@ -141,7 +141,7 @@ def _train(
     clock.say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {device}")
 
     row = settings.length + 1
-    made = -(-settings.recall_rows // 256) * 256
+    made = [rows_of_stage(stage, settings.recall_rows) for stage in range(len(STAGES))]
     pool, text, recall = _lay_out(corpus, made, row, device)
     step, mode = build_step(
         model,
@@ -164,7 +164,7 @@ def _train(
 
 
 def _lay_out(
-    corpus: Corpus, rows: int, row: int, device: torch.device
+    corpus: Corpus, rows: list[int], row: int, device: torch.device
 ) -> tuple[torch.Tensor, dict[str, Region], list[Region]]:
     """One tensor of all training tokens: the text streams, then room for the recall rows of each stage."""
     text: dict[str, Region] = {}
@@ -172,8 +172,11 @@ def _lay_out(
     for name in TRAINED:
         text[name] = Region(start, len(corpus.streams[name]))
         start += len(corpus.streams[name])
-    recall = [Region(start + stage * rows * row, rows * row) for stage in range(len(STAGES))]
-    pool = torch.zeros(start + len(STAGES) * rows * row, dtype=torch.int16, device=device)
+    recall: list[Region] = []
+    for count in rows:
+        recall.append(Region(start, count * row))
+        start += count * row
+    pool = torch.zeros(start, dtype=torch.int16, device=device)
     for name, region in text.items():
         tokens = torch.from_numpy(corpus.streams[name].astype(np.int16))
         pool[region.start : region.start + region.length].copy_(tokens)
@@ -361,7 +364,7 @@ def _finish(
             "text_weights": TEXT_WEIGHTS,
             "recall_share_by_progress": RECALL_SHARE,
             "recall_stage_ends": STAGE_ENDS,
-            "recall_stages": [{"lengths": stage.lengths, **stage.mix._asdict()} for stage in STAGES],
+            "recall_stages": [{"lengths": stage.lengths, "rows": stage.rows, **stage.mix._asdict()} for stage in STAGES],
         },
         "data": corpus.report,
         "steps": run.steps,
