@@ -242,10 +242,14 @@ def assert_as_precise(
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
-    """`max |a - b| / max |b|`."""
-    return _largest(actual.detach().double().cpu() - truth.detach().double().cpu()) / max(
-        _largest(truth.detach().double()), 1e-300
-    )
+    """`max |a - b| / max |b|` in fp64, on the CPU; NaN where either has one.
+
+    Raises:
+        AssertionError: the shapes differ, which broadcasting would hide.
+    """
+    assert actual.shape == truth.shape, f"shape {list(actual.shape)}, not {list(truth.shape)}"
+    found, wanted = (x.detach().double().cpu() for x in (actual, truth))
+    return _largest(found - wanted) / max(_largest(wanted), 1e-300)
 
 
 def _largest(x: Tensor) -> float:

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from lapcli.families.base import Family, StatefulLayer
+from lapkernels.testing import relative_error
+
+__all__ = ["masked", "relative_error"]
 
 
 class _Mask:
@@ -55,8 +58,3 @@ def masked(
             handle.remove()
         for layer in layers:
             family.pin_read_scale(model, layer, layer.key_width**-0.5)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """`max |a - b| / max |b|`, in fp64."""
-    return ((found.double() - wanted.double()).abs().max() / wanted.double().abs().max()).item()

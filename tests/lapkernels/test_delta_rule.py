@@ -51,6 +51,15 @@ def test_every_length_in_every_chunk_size(time, chunk):
     assert_exact(delta_rule_inputs(batch=1, time=time, value_heads=4, state=True), impl="chunked", chunk_size=chunk)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 16, 32, 64], ids="chunk{}".format)
+@pytest.mark.parametrize("time", [15, 33, 65], ids="T{}".format)
+@pytest.mark.parametrize("erase", ["key", "value"], ids="erase_{}".format)
+def test_the_erase_direction_in_every_chunk_size(erase, time, chunk):
+    """Case 29, backward too: several rows, a state handed from chunk to chunk, and a last chunk that is not full."""
+    inputs = delta_rule_inputs(time=time, value_heads=4, gate=0.05, erase=erase, state=True)
+    assert_exact(inputs, impl="chunked", chunk_size=chunk)
+
+
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 @pytest.mark.parametrize("state", [False, True], ids=["zero_state", "carried_state"])
 @pytest.mark.parametrize("erase", [None, "key", "value"], ids="erase_{}".format)
