@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Role = Literal["key projection", "query projection", "key convolution", "query convolution"]
 
+Sizes = tuple[tuple[str, int], ...]
+"""A tensor's shape, axis by axis: what of the config gives the length, and the length."""
+
 
 @dataclass(frozen=True)
 class Member:
@@ -91,7 +94,19 @@ class Family(ABC):
 
     @abstractmethod
     def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
-        """Declare the stateful layers of a model with this config, in order."""
+        """Declare the stateful layers of a model with this config, in order.
+
+        Raises:
+            ModelError: a field has no usable value.
+        """
+
+    @abstractmethod
+    def tensors(self, config: Mapping[str, Any]) -> dict[str, Sizes]:
+        """Declare every tensor that a checkpoint with this config has, in the model's order."""
+
+    @abstractmethod
+    def undeclared(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """How the names of further tensors may begin, of which the family says nothing."""
 
     @abstractmethod
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:

@@ -1,10 +1,24 @@
 """DeltaNet (fla's `delta_net`): selection per head; the width hides in `expand_k`."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from lapcli.families.base import StatefulLayer
-from lapcli.families.delta import DeltaModels, delta_layers
+from lapcli.families.base import Sizes
+from lapcli.families.delta import DeltaModels, Heads
+from lapcli.families.fields import bad_field, positive_integer, positive_number, switch
+
+
+def _width(config: Mapping[str, Any], field: str) -> int:
+    """A head's share of the channels that `field` times the hidden size gives; fla rounds the product."""
+    hidden_size, heads = positive_integer(config, "hidden_size"), positive_integer(config, "num_heads")
+    exact = hidden_size * positive_number(config, field)
+    channels = round(exact)
+    if channels == 0 or not math.isclose(exact, channels) or channels % heads:
+        raise bad_field(
+            field, config[field], f"a factor that makes hidden_size = {hidden_size} a multiple of num_heads = {heads}"
+        )
+    return channels // heads
 
 
 class DeltaNet(DeltaModels):
@@ -14,16 +28,27 @@ class DeltaNet(DeltaModels):
     model_types = ("delta_net",)
     tested = "masked oracle, reload by stock fla config classes; fla's own kernels and model on an H200"
 
-    def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
-        """Declare the stateful layers."""
-        heads = config["num_heads"]
-        return delta_layers(
-            config,
-            heads=heads,
-            value_heads=heads,
-            key_width=round(config["hidden_size"] * config["expand_k"]) // heads,
-            value_width=round(config["hidden_size"] * config["expand_v"]) // heads,
+    def heads(self, config: Mapping[str, Any]) -> Heads:
+        """As many value heads as key heads."""
+        heads = positive_integer(config, "num_heads")
+        key_width, value_width = _width(config, "expand_k"), _width(config, "expand_v")
+        return Heads(
+            heads,
+            heads,
+            key_width,
+            value_width,
+            key_channels=("hidden_size x expand_k", heads * key_width),
+            value_channels=("hidden_size x expand_v", heads * value_width),
         )
+
+    def mixer_tensors(self, config: Mapping[str, Any], heads: Heads, hidden: tuple[str, int]) -> dict[str, Sizes]:
+        """The write strength and the output gate, where they are learned."""
+        found: dict[str, Sizes] = {}
+        if switch(config, "use_beta", True):
+            found["b_proj.weight"] = (("num_heads", heads.value), hidden)
+        if switch(config, "use_gate", False):
+            found["g_proj.weight"] = (heads.value_channels, hidden)
+        return found
 
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Set `expand_k`; fla rounds the product, so the plain quotient is exact."""

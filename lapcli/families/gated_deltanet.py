@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lapcli.families.base import StatefulLayer
-from lapcli.families.delta import DeltaModels, delta_layers
+from lapcli.families.base import Sizes
+from lapcli.families.delta import DeltaModels, Heads
+from lapcli.families.fields import bad_field, optional_integer, positive_integer, positive_number, switch
 
 
 def expand_v_for(value_width: int, key_width: int) -> float:
@@ -27,16 +28,40 @@ class GatedDeltaNet(DeltaModels):
     model_types = ("gated_deltanet",)
     tested = "masked oracle, reload by stock fla config classes; fla's own kernels and model on an H200"
 
-    def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
-        """Declare the stateful layers."""
-        heads, key_width = config["num_heads"], config["head_dim"]
-        return delta_layers(
-            config,
-            heads=heads,
-            value_heads=config.get("num_v_heads") or heads,
-            key_width=key_width,
-            value_width=int(key_width * config["expand_v"]),
+    def heads(self, config: Mapping[str, Any]) -> Heads:
+        """Value heads are a multiple of the key heads."""
+        heads, key_width = positive_integer(config, "num_heads"), positive_integer(config, "head_dim")
+        value_heads = optional_integer(config, "num_v_heads", heads)
+        if value_heads % heads:
+            raise bad_field("num_v_heads", value_heads, f"a multiple of num_heads = {heads}")
+        exact = key_width * positive_number(config, "expand_v")
+        value_width = int(exact)
+        if value_width == 0 or not math.isclose(exact, value_width, rel_tol=1e-5):
+            raise bad_field(
+                "expand_v", config["expand_v"], f"a factor that makes head_dim = {key_width} a whole number"
+            )
+        value_field = "num_heads" if config.get("num_v_heads") is None else "num_v_heads"
+        return Heads(
+            heads,
+            value_heads,
+            key_width,
+            value_width,
+            key_channels=("num_heads x head_dim", heads * key_width),
+            value_channels=(f"{value_field} x head_dim x expand_v", value_heads * value_width),
         )
+
+    def mixer_tensors(self, config: Mapping[str, Any], heads: Heads, hidden: tuple[str, int]) -> dict[str, Sizes]:
+        """Write strength, decay, and the output gate where there is one."""
+        value_heads = ("value heads", heads.value)
+        found: dict[str, Sizes] = {
+            "a_proj.weight": (value_heads, hidden),
+            "b_proj.weight": (value_heads, hidden),
+            "A_log": (value_heads,),
+            "dt_bias": (value_heads,),
+        }
+        if switch(config, "use_gate", True):
+            found["g_proj.weight"] = (heads.value_channels, hidden)
+        return found
 
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Set `head_dim`, and `expand_v` so that the value width stays."""

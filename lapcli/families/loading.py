@@ -1,7 +1,8 @@
 """Loading models and tokenizers: lapcli's own classes where stock libraries cannot run, theirs otherwise."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from logging import ERROR
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,17 +23,34 @@ __all__ = ["DEFAULT_MODEL", "ModelSource", "load_model", "load_tokenizer", "reso
 
 
 @contextmanager
-def _without_progress_bars() -> Generator[None]:
-    """Silence the bars of transformers; lapcli's callers draw theirs."""
+def _quietly() -> Generator[None]:
+    """Silence the bars and the load report of transformers; lapcli draws its own, and what is reported is refused."""
     from transformers.utils import logging
 
     drawn = logging.is_progress_bar_enabled()
+    reports = logging.get_logger("transformers.modeling_utils")
+    level = reports.level
     logging.disable_progress_bar()
+    reports.setLevel(ERROR)
     try:
         yield
     finally:
+        reports.setLevel(level)
         if drawn:
             logging.enable_progress_bar()
+
+
+def _refuse_partial(source: ModelSource, loaded: Mapping[str, Any]) -> None:
+    """Refuse a model of which the checkpoint does not fill every part, or which leaves a part of it over."""
+    hint = "the weights and config.json do not belong together: put config.json right, or download the model again"
+    for name, found, wanted in sorted(loaded["mismatched_keys"]):
+        raise ModelError(
+            f"{name} of {source.name} has the shape {list(found)}, but the model's is {list(wanted)}", hint
+        )
+    for name in sorted(loaded["missing_keys"]):
+        raise ModelError(f"{source.name} has no tensor {name}, which its config.json implies", hint)
+    for name in sorted(loaded["unexpected_keys"]):
+        raise ModelError(f"{source.name} has a tensor {name}, which its config.json does not imply", hint)
 
 
 def _own_class(model_type: str | None) -> Any:
@@ -68,24 +86,27 @@ def load_model(
         The model in eval mode.
 
     Raises:
-        ModelError: the weights are quantised or pickled, or the installed transformers does not know the type.
+        ModelError: the weights are quantised or pickled, or do not fit the config, or the installed transformers does
+            not know the type.
     """
     import transformers
 
     refuse_quantised(source.config, source.name)
-    assert source.headers  # raises where there are no safetensors, or damaged ones
+    assert source.headers  # raises where there are no safetensors, damaged ones, or others than the config implies
     own = _own_class(source.config.get("model_type"))
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
-    model: Any
+    # Tensors of another shape are then listed, not raised as a report; `_refuse_partial` refuses them.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    found: Any
     try:
-        with _without_progress_bars():
+        with _quietly():
             if own is not None:
-                model = own.from_pretrained(source.path, **options)
+                found = own.from_pretrained(source.path, **options)
             else:
-                model = transformers.AutoModelForCausalLM.from_pretrained(
+                found = transformers.AutoModelForCausalLM.from_pretrained(
                     source.path, trust_remote_code=trust_remote_code, **options
                 )
-    except (ValueError, KeyError, ImportError, OSError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, ImportError, OSError, RuntimeError) as error:
         model_type = source.config.get("model_type")
         if own is None and model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
             raise ModelError(
@@ -93,6 +114,8 @@ def load_model(
                 "install a version that does, or pass --trust-remote-code if the model brings its own code",
             ) from error
         raise load_failure(source, error) from error
+    model, loaded = found
+    _refuse_partial(source, loaded)
     model = model.to(device).eval()
     if own is not None:
         # After the move: whether a kernel can run depends on the device.

@@ -10,11 +10,14 @@ from typing import Any
 
 from lapcli.artifacts import SafetensorsHeader, TensorEntry, digest_weights, read_header
 from lapcli.errors import LapcliError, ModelError
+from lapcli.families.fit import refuse_misfit
+from lapcli.families.registry import find_family
 
 DEMO_PREFIX = "demo:"
 DEFAULT_MODEL = "demo:gdn"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,12 @@ class ModelSource:
             ModelError: there are none, or one that the index names is missing.
         """
         if self.index is not None:
-            names = sorted(set(self.index["weight_map"].values()))
+            shard_of = self.index.get("weight_map")
+            if not isinstance(shard_of, dict) or not all(isinstance(name, str) for name in shard_of.values()):
+                raise ModelError(
+                    f"{self.path / _INDEX} has no weight_map from tensor to file", "download the model again"
+                )
+            names = sorted(set(shard_of.values()))
             missing = [name for name in names if not (self.path / name).is_file()]
             if missing:
                 raise ModelError(
@@ -66,8 +74,19 @@ class ModelSource:
 
     @cached_property
     def headers(self) -> tuple[SafetensorsHeader, ...]:
-        """The headers of the weight files."""
-        return tuple(read_header(shard) for shard in self.shards)
+        """The headers of the weight files, checked against the config where the family is known.
+
+        Raises:
+            ArtifactError: a file is damaged.
+            ModelError: there are no weights, or they do not fit the config.
+        """
+        headers = tuple(read_header(shard) for shard in self.shards)
+        family = find_family(self.config)
+        # Quantised checkpoints have tensors of their own; what would cut or run them refuses them.
+        if family is not None and not self.config.get("quantization_config"):
+            tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
+            refuse_misfit(self.name, family, self.config, tensors)
+        return headers
 
     @cached_property
     def tensors(self) -> dict[str, tuple[SafetensorsHeader, TensorEntry]]:
@@ -102,7 +121,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is no JSON: {error}") from error
     if not isinstance(document, dict):
-        raise ModelError(f"{path} holds no settings")
+        raise ModelError(
+            f"{path} holds a JSON {_JSON_NAMES.get(type(document), 'null')}; an object with named fields is wanted",
+            "put it right, or download the model again",
+        )
     return document
 
 

@@ -22,6 +22,7 @@ from lapcli.artifacts import Artifact, Lineage, read_artifact, refuse_foreign, w
 from lapcli.data import TokenBlocks, token_blocks
 from lapcli.errors import ArtifactError, DataError, ModelError
 from lapcli.families.base import Family, Member, StatefulLayer
+from lapcli.families.fields import optional_integer
 from lapcli.families.loading import load_model, load_tokenizer
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
@@ -221,9 +222,10 @@ def check_calibration(
     Raises:
         DataError: too few tokens, or longer sequences than the model takes.
         FamilyError: the family is unknown.
-        ModelError: no layer keeps a state.
+        ModelError: no layer keeps a state, or config and weights do not fit.
     """
     layers = family_for(source.config).layers(source.config)
+    assert source.headers  # raises where the weights do not fit the config
     if not layers:
         raise ModelError(f"{source.name} has no layer with a state, so there is nothing to calibrate")
     without = source.config.get("num_hidden_layers", len(layers)) - len(layers)
@@ -237,8 +239,8 @@ def check_calibration(
             f"{counted} tokens cannot span the {widest} key channels of a head",
             f"pass --samples and --seq-len with a product of {widest} at the least; thousands are better",
         )
-    longest = source.config.get("max_position_embeddings")
-    if longest is not None and settings.seq_len > longest:
+    longest = optional_integer(source.config, "max_position_embeddings", settings.seq_len)
+    if settings.seq_len > longest:
         raise DataError(
             f"--seq-len {settings.seq_len} is longer than the {longest} tokens that {source.name} takes",
             f"pass --seq-len {longest} or less",

@@ -1,0 +1,183 @@
+"""Checkpoints and configs that do not belong together are refused from headers alone, naming what is wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lapcli.artifacts import RunDirectory
+from lapcli.cli.inspect_ import describe
+from lapcli.errors import ModelError
+from lapcli.families import source as source_module
+from lapcli.families.loading import load_model, resolve_model
+from lapcli.recipe import CalibrationSettings, SelectionSettings
+from lapcli.stages.pruning import plan_pruning
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+
+BUILDERS = {"gated": tiny_gated_deltanet, "delta": tiny_delta_net}
+
+
+BOTH = list(BUILDERS)
+
+
+def inspect(folder):
+    describe(str(folder))
+
+
+def plan(folder):
+    calibration = CalibrationSettings(data="builtin", samples=4, seq_len=64)
+    run = RunDirectory(folder.parent / "run")
+    plan_pruning(resolve_model(str(folder)), calibration, SelectionSettings(ratio="0.5"), run)
+
+
+def load(folder):
+    load_model(resolve_model(str(folder)))
+
+
+ENTRANCES = (inspect, plan, load)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def drop(name):
+    return lambda weights: weights.pop(name)
+
+
+def put(name, *shape):
+    return lambda weights: weights.update({name: torch.zeros(shape)})
+
+
+LAST = "model.layers.1.attn.k_proj.weight"
+MISFITS = {
+    "a-layer-more-in-config": (
+        {"num_hidden_layers": 3},
+        None,
+        r"no tensor model\.layers\.2\.attn\..*num_hidden_layers = 3; the weights hold layers 0 to 1",
+    ),
+    "a-layer-fewer-in-config": (
+        {"num_hidden_layers": 1},
+        None,
+        r"has a tensor model\.layers\.1\.attn.*num_hidden_layers = 1; the weights hold layers 0 to 1",
+    ),
+    "no-head": ({}, drop("lm_head.weight"), r"no tensor lm_head\.weight, but .*tie_word_embeddings = false"),
+    "no-projection": ({}, drop(LAST), rf"no tensor {LAST}"),
+    "misshapen": ({}, put(LAST, 64, 32), rf"{LAST} of .* \[64, 32\], but .*\[64 \(.*\), 64 \(hidden_size\)\]"),
+    "heads": ({"num_heads": 4}, None, r"implies \["),
+    "hidden-size": ({"hidden_size": 128}, None, r"embeddings\.weight .*\[259, 64\].*128 \(hidden_size\)"),
+    "vocabulary": ({"vocab_size": 300}, None, r"\[259, 64\].*300 \(vocab_size\)"),
+    "surplus": ({}, put("model.layers.0.attn.D", 2), r"has a tensor model\.layers\.0\.attn\.D, which"),
+}
+
+
+@pytest.mark.parametrize("builder", BUILDERS.values(), ids=BUILDERS)
+@pytest.mark.parametrize(("config", "weights", "message"), MISFITS.values(), ids=MISFITS)
+def test_misfits_are_refused_before_any_work(tmp_path, builder, config, weights, message):
+    folder = builder(tmp_path / "m")
+    change_config(folder, **config)
+    if weights is not None:
+        change_weights(folder, weights)
+    for entrance in ENTRANCES:
+        with pytest.raises(ModelError, match=message):
+            entrance(folder)
+
+
+CONFIGS = {
+    "text-for-a-width": (BOTH, {"hidden_size": "x"}, "hidden_size = 'x'; a whole number above 0 is wanted"),
+    "no-width": (BOTH, {"hidden_size": ...}, "no hidden_size; a whole number above 0"),
+    "text-for-a-count": (BOTH, {"num_hidden_layers": "2"}, "num_hidden_layers = '2'"),
+    "no-heads": (BOTH, {"num_heads": 0}, "num_heads = 0"),
+    "negative-heads": (BOTH, {"num_heads": -1}, "num_heads = -1"),
+    "true-for-a-count": (BOTH, {"num_heads": True}, "num_heads = True"),
+    "text-for-a-switch": (BOTH, {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'; true or false"),
+    "hybrid-in-words": (BOTH, {"attn": "layer 1"}, "attn = 'layer 1'; null, or"),
+    "infinite-factor": (BOTH, {"expand_v": float("inf")}, "expand_v = inf; a number above 0"),
+    "uneven-values": (BOTH, {"expand_v": 0.71}, "expand_v = 0.71; a factor that makes"),
+    "text-for-the-key-width": (["gated"], {"head_dim": "x"}, "head_dim = 'x'"),
+    "uneven-value-heads": (["gated"], {"num_v_heads": 3}, "num_v_heads = 3; a multiple of num_heads = 2"),
+    "no-value-heads": (["gated"], {"num_v_heads": 0}, "num_v_heads = 0"),
+    "uneven-keys": (["delta"], {"expand_k": 0.51}, "expand_k = 0.51; a factor that makes hidden_size = 64 a multiple"),
+}
+
+
+@pytest.mark.parametrize(
+    ("builder", "config", "message"),
+    [
+        pytest.param(BUILDERS[name], config, message, id=f"{case}-{name}")
+        for case, (names, config, message) in CONFIGS.items()
+        for name in names
+    ],
+)
+def test_a_bad_field_is_named_with_what_it_holds_and_should(tmp_path, builder, config, message):
+    folder = builder(tmp_path / "m")
+    change_config(folder, **config)
+    for entrance in ENTRANCES:
+        with pytest.raises(ModelError, match=message):
+            entrance(folder)
+
+
+def test_a_config_that_is_a_list_says_so(tmp_path):
+    folder = tiny_delta_net(tmp_path / "m")
+    (folder / "config.json").write_text("[1, 2]")
+    with pytest.raises(ModelError, match=r"config\.json holds a JSON array; an object"):
+        resolve_model(str(folder))
+
+
+def test_an_index_without_its_map_says_so(tmp_path):
+    folder = tiny_delta_net(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match="has no weight_map"):
+        plan(folder)
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        pytest.param(lambda folder: change_config(folder, num_v_heads=None), id="null-means-absent"),
+        pytest.param(lambda folder: change_config(folder, vocab_size=259, some_field=1), id="fields-of-others"),
+        pytest.param(
+            lambda folder: (
+                change_config(folder, tie_word_embeddings=True),
+                change_weights(folder, put("lm_head.weight", 259, 64)),
+            ),
+            id="tied-head-stored",
+        ),
+        pytest.param(
+            lambda folder: (
+                change_config(folder, attn={"layers": [1], "num_heads": 2}),
+                change_weights(folder, lambda weights: [weights.pop(n) for n in list(weights) if "1.attn." in n]),
+                change_weights(folder, put("model.layers.1.attn.q_proj.weight", 64, 64)),
+            ),
+            id="softmax-layer",
+        ),
+    ],
+)
+def test_what_fits_passes(tmp_path, allowed):
+    folder = tiny_gated_deltanet(tmp_path / "m")
+    allowed(folder)
+    assert describe(str(folder))["layers"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(drop(LAST), "no tensor"), (put(LAST, 64, 32), "shape"), (put("model.x", 2), "has a tensor")],
+    ids=["missing", "misshapen", "surplus"],
+)
+def test_what_transformers_reports_is_refused_in_silence(tmp_path, monkeypatch, capfd, change, message):
+    """The second line of defence, for families whose tensors are not declared."""
+    monkeypatch.setattr(source_module, "refuse_misfit", lambda *_: None)
+    folder = tiny_gated_deltanet(tmp_path / "m")
+    change_weights(folder, change)
+    with pytest.raises(ModelError, match=message):
+        load_model(resolve_model(str(folder)))
+    assert "REPORT" not in capfd.readouterr().err
