@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from lapcli.errors import RecipeError
 
@@ -38,6 +38,14 @@ class CalibrationSettings(Settings):
     rows: int | None = Field(default=None, gt=0, description="keys and queries drawn (all of them when absent)")
     normalized: bool = Field(default=False, description="L2-normalise q and k before they are summed")
     exact: bool = Field(default=False, description="keep triangles of a streamed QR beside the Gram matrices")
+
+    @field_validator("rows")
+    @classmethod
+    def _rows_there_are(cls, rows: int | None, info: ValidationInfo) -> int | None:
+        tokens = info.data.get("samples", 0) * info.data.get("seq_len", 0)
+        if rows is not None and rows > tokens > 0:
+            raise ValueError(f"more than the {tokens} tokens of samples x seq_len that they are drawn from")
+        return rows
 
 
 class SelectionSettings(Settings):
@@ -105,7 +113,7 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str) -> Reci
         near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
         meant = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         return RecipeError(f"{where}: there is no setting {path!r}", meant)
-    return RecipeError(f"{where}: {path}: {first['msg']} (found {first.get('input')!r})")
+    return RecipeError(f"{where}: {path}: {first['msg'].removeprefix('Value error, ')} (found {first.get('input')!r})")
 
 
 def validate(model: type[Model], values: dict[str, Any], where: str) -> Model:

@@ -39,12 +39,16 @@ def run(
         Path | None, typer.Option(help="Text or JSONL to hide needles in. Default: held-out builtin text.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows a forward pass; changes no result.")] = None,
+    bos: Annotated[
+        str, typer.Option(help="Begin prompts with BOS: auto (as the tokenizer does), always, never.")
+    ] = "auto",
     seed: options.Seed = 0,
     run_path: options.Run = options.DEFAULT_RUN,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernel: options.Kernel = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again what is there already.")] = False,
     as_json: options.Json = False,
     dry_run: options.DryRun = False,
     quiet: options.Quiet = False,
@@ -55,46 +59,56 @@ def run(
     from lapcli.evaluation.tasks import parse_tasks
 
     directory = context.run_directory(run_path)
-    infos = parse_tasks(tasks)
     settings = EvaluationSettings(
         max_length=max_length,
         stride=stride,
+        bos=bos,  # pyright: ignore[reportArgumentType] -- checked there
         limit=limit,
         niah_lengths=_lengths(niah_lengths),
         niah_haystack=niah_haystack,
         seed=seed,
     )
     chosen_options = EvaluationOptions(task_data=task_data, batch_size=batch_size)
+    parse_tasks(tasks)
     models = _models(model, baseline, directory)
-    if dry_run:
-        facts = {
-            "models": {label: source.name for label, source in models},
-            "tasks": [info.name for info in infos],
-            "writes": str(directory.evaluation),
-        }
-        display.would_do(facts, as_json)
-        return
 
     from lapcli.machine import Machine
-    from lapcli.stages.evaluation import evaluate_into
+    from lapcli.stages.evaluation import evaluate_into, plan_stage
 
     machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    plan = plan_stage(
+        directory.evaluation, models, tasks, settings,
+        options=chosen_options, machine=machine, overwrite=overwrite, dry_run=dry_run,
+    )  # fmt: skip
+    if dry_run:
+        display.would_do(
+            {
+                "models": {label: source.name for label, source in models},
+                "measures": {label: [info.name for info in plan.missing(label)] or None for label, _ in models},
+                "has already": {label: plan.there(label) or None for label, _ in models},
+                "writes": str(directory.evaluation),
+            },
+            as_json,
+        )
+        return
     reporter = display.DisplayReporter(quiet or as_json)
     with directory.lock():
-        evaluation = evaluate_into(
+        evaluation, worked = evaluate_into(
             directory.evaluation,
             models,
             tasks,
             settings,
             options=chosen_options,
             machine=machine,
+            overwrite=overwrite,
             reporter=reporter,
         )
     if as_json:
         display.emit(evaluation.to_json())
         return
     display.evaluation(evaluation, quiet=quiet)
-    display.closing(f"evaluated: {directory.evaluation}", quiet=quiet)
+    done = "evaluated" if worked else "nothing to do, all of it was measured already"
+    display.closing(f"{done}: {directory.evaluation}", quiet=quiet)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -51,11 +51,24 @@ def run(
     from lapcli.stages.pruning import plan_document, plan_pruning, prune
 
     pruning = plan_pruning(source, plan.calibration, plan.selection, directory, overwrite=overwrite)
+    machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    machine.check(source.config)
+    if plan.evaluation is not None:
+        from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
+        from lapcli.stages.evaluation import evaluate_into, models_of, plan_stage
+
+        tasks = plan.evaluation.tasks
+        settings = EvaluationSettings(limit=plan.evaluation.limit)
+        chosen_options = EvaluationOptions(task_data=task_data)
+        # What the end of the chain would refuse is refused now.
+        plan_stage(
+            directory.evaluation, [("base", source)], tasks, settings,
+            options=chosen_options, machine=machine, dry_run=True,
+        )  # fmt: skip
     if dry_run:
         facts = {**plan_document(pruning), "tasks": plan.evaluation.tasks if plan.evaluation else []}
         display.would_do(facts, as_json)
         return
-    machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
     reporter = display.DisplayReporter(quiet or as_json)
     with directory.lock():
         result = prune(
@@ -69,15 +82,12 @@ def run(
         )
         evaluation = None
         if plan.evaluation is not None:
-            from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
-            from lapcli.stages.evaluation import evaluate_into, models_of
-
-            evaluation = evaluate_into(
+            evaluation, _worked = evaluate_into(
                 directory.evaluation,
                 models_of(directory, source),
-                plan.evaluation.tasks,
-                EvaluationSettings(limit=plan.evaluation.limit),
-                options=EvaluationOptions(task_data=task_data),
+                tasks,
+                settings,
+                options=chosen_options,
                 machine=machine,
                 reporter=reporter,
             )

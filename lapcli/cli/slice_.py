@@ -27,6 +27,8 @@ def run(
 ) -> None:
     """Write the sliced model; needs no torch model and no GPU."""
     from lapcli.cli import context, display
+    from lapcli.families.source import resolve_model
+    from lapcli.stages.evaluation_file import forget_stale
     from lapcli.stages.slicing import load_selection, plan_slicing, slice_into
 
     directory = context.run_directory(run_path)
@@ -41,6 +43,8 @@ def run(
     reporter = display.DisplayReporter(quiet or as_json)
     with directory.lock():
         _plan, worked = slice_into(source, chosen, target, overwrite=overwrite, reporter=reporter)
+        if worked and target == directory.sliced:
+            forget_stale(directory.evaluation, "sliced", resolve_model(str(target)).digest, reporter)
         directory.note(source.describe(), "slice", {"selection": str(chosen.path), "output": str(target)})
     if as_json:
         display.emit({"sliced": str(target), "worked": worked, **facts})

@@ -132,11 +132,22 @@ def make_prompts(
     prompts: list[Prompt] = []
     for sample in range(samples):
         depth = sample / (samples - 1) if samples > 1 else 0.5
-        # Seeded by text, which Python hashes the same way in every version.
-        rng = random.Random(f"niah {seed} {length} {sample}")
+        rng = _chance(seed, length, sample)
         needle = Needle(random_key(rng), haystack.number(rng), "number")
         prompts.append(_fill(haystack, tokenizer, needle, depth, length, rng, start))
     return prompts
+
+
+def check_lengths(settings: EvaluationSettings, tokenizer: Any) -> None:
+    """Refuse lengths that have no room for a question, before any text is read.
+
+    Raises:
+        UsageError: one of them has none.
+    """
+    start = prompt_start(tokenizer, settings.bos)
+    for length in settings.niah_lengths:
+        key = random_key(_chance(settings.seed, length, 0))
+        _bare(Needle(key, "1" * DIGITS, "number"), 0.0, length, tokenizer, start, " ")
 
 
 def measure_niah(
@@ -196,6 +207,23 @@ def measure_niah(
     return scores
 
 
+def _chance(seed: int, length: int, sample: int) -> random.Random:
+    # Seeded by text, which Python hashes the same way in every version.
+    return random.Random(f"niah {seed} {length} {sample}")
+
+
+def _bare(needle: Needle, depth: float, length: int, tokenizer: Any, start: int | None, joiner: str) -> int:
+    """Tokens of a prompt with its answer, without any haystack."""
+    bare = _prompt([], needle, depth, tokenizer, start, joiner)
+    spent = len(bare.tokens) + len(bare.answer)
+    if spent > length:
+        raise UsageError(
+            f"a NIAH prompt takes {spent} tokens without any haystack, more than the length {length}",
+            "give longer lengths",
+        )
+    return spent
+
+
 def _fill(
     haystack: Haystack,
     tokenizer: Any,
@@ -205,13 +233,7 @@ def _fill(
     rng: random.Random,
     start: int | None,
 ) -> Prompt:
-    bare = _prompt([], needle, depth, tokenizer, start, haystack.joiner)
-    spent = len(bare.tokens) + len(bare.answer)
-    if spent > length:
-        raise UsageError(
-            f"a NIAH prompt takes {spent} tokens without any haystack, more than the length {length}",
-            "give longer lengths",
-        )
+    spent = _bare(needle, depth, length, tokenizer, start, haystack.joiner)
     sentences = haystack.stretch(rng, length - spent)
     while True:
         prompt = _prompt(sentences, needle, depth, tokenizer, start, haystack.joiner)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lapcli.errors import ArtifactError, UsageError
@@ -25,6 +25,7 @@ class Score:
         settings: everything the number depends on but the model: window, stride, BOS, seed, digests of data and
             tokenizer. Flat and JSON-able.
         counts: what was counted (`tokens`, `words`, `bytes`), for the reader.
+        request: digest of what was asked for (`lapcli.evaluation.request`).
     """
 
     task: str
@@ -34,6 +35,7 @@ class Score:
     settings: Mapping[str, Any]
     length: int | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
+    request: str | None = field(default=None, compare=False)
 
     @property
     def key(self) -> tuple[str, str, int | None]:
@@ -79,6 +81,11 @@ class ModelScores:
     kernel: str
     parameters: int
     scores: tuple[Score, ...]
+
+    def is_same(self, other: "ModelScores") -> bool:
+        """Whether both are scores of the same weights, run in the same way."""
+        mine, theirs = ((scores.digest, scores.dtype, scores.kernel, scores.parameters) for scores in (self, other))
+        return self.digest is not None and mine == theirs
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,36 @@ class Evaluation:
                     refusals.append(f"{self.models[0].label} and {model.label}: {error.message}")
             differences.append(difference)
         return Row(*key, scores=tuple(scores), differences=tuple(differences), refusals=tuple(refusals))
+
+    def measured(self, digest: str | None, dtype: str, kernel: str) -> ModelScores | None:
+        """The scores of a model with those weights, run in that way."""
+        of_model = (model for model in self.models if digest is not None and model.digest == digest)
+        return next((model for model in of_model if (model.dtype, model.kernel) == (dtype, kernel)), None)
+
+    def merged_with(self, older: "Evaluation") -> "tuple[Evaluation, bool]":
+        """These scores, and from an older evaluation those of other tasks, lengths and models.
+
+        Returns:
+            The evaluation, and whether everything of the older one is in it, but for scores measured anew. Nothing is
+            where the base is another, or versions of the programs differ; of a label, only the same model's scores are.
+        """
+        bases = [found.models[0] for found in (self, older) if found.models and found.models[0].label == "base"]
+        if dict(self.versions) != dict(older.versions) or (len(bases) == 2 and not bases[0].is_same(bases[1])):
+            return self, False
+        theirs = {model.label: model for model in older.models}
+        merged: list[ModelScores] = []
+        whole = True
+        for model in self.models:
+            other = theirs.pop(model.label, None)
+            if other is not None and not model.is_same(other):
+                whole = False
+            elif other is not None:
+                scores = {score.key: score for score in (*other.scores, *model.scores)}
+                model = replace(model, scores=tuple(scores.values()))
+            merged.append(model)
+        merged += theirs.values()
+        merged.sort(key=lambda model: model.label != "base")  # the rest keeps its order
+        return Evaluation(models=tuple(merged), versions=self.versions), whole
 
     def to_json(self) -> dict[str, Any]:
         """The document to write: models with every score, and the rows with differences for whoever reads it."""

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ from lapcli.data.documents import Document
 from lapcli.errors import DataError, UsageError
 from lapcli.evaluation.harness import check_names, load_task, measure_harness
 from lapcli.evaluation.local_data import read_documents
-from lapcli.evaluation.niah import measure_niah, noise_documents
+from lapcli.evaluation.niah import check_lengths, measure_niah, noise_documents
 from lapcli.evaluation.perplexity import measure_perplexity
+from lapcli.evaluation.request import request_digest
 from lapcli.evaluation.results import Evaluation, ModelScores, Score
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.evaluation.settings import DEFAULT_MAX_LENGTH, EvaluationOptions, EvaluationSettings
@@ -28,6 +30,90 @@ if TYPE_CHECKING:
 Measure = Callable[[LoadedModel], list[Score]]
 
 
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What an evaluation will do.
+
+    Attributes:
+        tasks: in order.
+        max_length: tokens of a window.
+        requests: the digest of each task's request, by name.
+        known: for each model's label the scores that are there already, by request.
+    """
+
+    tasks: tuple[TaskInfo, ...]
+    max_length: int
+    requests: Mapping[str, str]
+    known: Mapping[str, Mapping[str, tuple[Score, ...]]]
+
+    def missing(self, label: str) -> list[TaskInfo]:
+        """The tasks that a model has still to be measured on."""
+        return [info for info in self.tasks if self.requests[info.name] not in self.known[label]]
+
+    def there(self, label: str) -> list[str]:
+        """The names of the tasks that a model has been measured on already."""
+        return [info.name for info in self.tasks if self.requests[info.name] in self.known[label]]
+
+    def to_measure(self) -> list[TaskInfo]:
+        """The tasks that some model has still to be measured on."""
+        names = {info.name for label in self.known for info in self.missing(label)}
+        return [info for info in self.tasks if info.name in names]
+
+
+def plan_evaluation(
+    models: Sequence[tuple[str, "ModelSource"]],
+    tasks: Sequence[str],
+    settings: EvaluationSettings,
+    options: EvaluationOptions,
+    *,
+    dtype: torch.dtype,
+    kernel: str,
+    earlier: Evaluation | None = None,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> EvaluationPlan:
+    """Look at names, settings, tokenizers and what was measured before, without loading a model or fetching data.
+
+    Raises:
+        LapcliError: as `evaluate`.
+    """
+    from lapcli.families.loading import load_tokenizer
+
+    labels = [label for label, _ in models]
+    if not labels or len(set(labels)) < len(labels):
+        raise UsageError(f"the models to evaluate are labelled {labels}; each needs a label of its own")
+    max_length = resolve_max_length(settings, [source.config for _, source in models], reporter or SilentReporter())
+    infos = parse_tasks(tasks)
+    ran = versions()
+    requests = {info.name: request_digest(info, settings, options, max_length, ran) for info in infos}
+    known: dict[str, dict[str, tuple[Score, ...]]] = {}
+    for label, source in models:
+        found = earlier.measured(source.digest, _name_of(dtype), kernel) if earlier else None
+        scores = found.scores if found else ()
+        known[label] = {
+            request: tuple(score for score in scores if score.request == request)
+            for request in requests.values()
+            if any(score.request == request for score in scores)
+        }
+    plan = EvaluationPlan(tuple(infos), max_length, requests, known)
+    _check_names(plan.to_measure())
+    for label, source in models:
+        if any(info.kind == "niah" for info in plan.missing(label)):
+            check_lengths(settings, load_tokenizer(source, trust_remote_code=trust_remote_code))
+    return plan
+
+
+def read_local_data(plan: EvaluationPlan, settings: EvaluationSettings, options: EvaluationOptions) -> None:
+    """Read the data of the tasks to be measured, but for what would be fetched from the hub.
+
+    Raises:
+        DataError: data that is missing or cannot be read.
+    """
+    for info in plan.to_measure():
+        if info.kind != "harness" or options.task_data is not None:
+            _prepare(info, settings, options, plan.max_length, SilentReporter())
+
+
 def evaluate(
     models: Sequence[tuple[str, "ModelSource"]],
     tasks: Sequence[str],
@@ -38,6 +124,8 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     kernel: str = "auto",
     trust_remote_code: bool = False,
+    earlier: Evaluation | None = None,
+    keep: Callable[[Evaluation], None] | None = None,
     reporter: Reporter | None = None,
 ) -> Evaluation:
     """Measure models on tasks, one model in memory at a time.
@@ -53,6 +141,8 @@ def evaluate(
         dtype: of their weights.
         kernel: which implementation of the recurrence runs.
         trust_remote_code: whether code in a model's directory may run.
+        earlier: scores in it of the same model and request are taken from there.
+        keep: called with what there is after each task of each model.
         reporter: progress and remarks.
 
     Raises:
@@ -63,14 +153,22 @@ def evaluate(
     from lapcli.families.loading import load_model, load_tokenizer
 
     settings = settings or EvaluationSettings()
+    options = options or EvaluationOptions()
     reporter = reporter or SilentReporter()
-    labels = [label for label, _ in models]
-    if not labels or len(set(labels)) < len(labels):
-        raise UsageError(f"the models to evaluate are labelled {labels}; each needs a label of its own")
-    max_length = resolve_max_length(settings, [source.config for _, source in models], reporter)
-    measures = prepare(tasks, settings, options or EvaluationOptions(), max_length, reporter)
+    plan = plan_evaluation(
+        models, tasks, settings, options,
+        dtype=dtype, kernel=kernel, earlier=earlier, trust_remote_code=trust_remote_code, reporter=reporter,
+    )  # fmt: skip
+    measures = {info.name: _prepare(info, settings, options, plan.max_length, reporter) for info in plan.to_measure()}
     measured: list[ModelScores] = []
     for label, source in models:
+        scores = dict(plan.known[label])
+        missing = plan.missing(label)
+        if not missing:
+            found = earlier.measured(source.digest, _name_of(dtype), kernel) if earlier else None
+            assert found is not None
+            measured.append(replace(found, label=label, name=source.name, scores=_in_order(plan, scores)))
+            continue
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         model = load_model(source, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code)
         loaded = LoadedModel(model=model, tokenizer=tokenizer, name=label)
@@ -83,9 +181,15 @@ def evaluate(
                 dtype=_dtype_name(model),
                 kernel=kernel,
                 parameters=_parameters(model),
-                scores=tuple(score for measure in measures for score in measure(loaded)),
+                scores=_in_order(plan, scores),
             )
         )
+        for info in missing:
+            request = plan.requests[info.name]
+            scores[request] = tuple(replace(score, request=request) for score in measures[info.name](loaded))
+            measured[-1] = replace(measured[-1], scores=_in_order(plan, scores))
+            if keep is not None:
+                keep(Evaluation(models=tuple(measured), versions=versions()))
         # The next model must find the memory free.
         del model, loaded
         if torch.cuda.is_available():
@@ -155,9 +259,7 @@ def prepare(
         LapcliError: as `evaluate`.
     """
     infos = parse_tasks(tasks)
-    names = [info.harness_name for info in infos if info.harness_name is not None]
-    if names:
-        check_names(names)
+    _check_names(infos)
     return [_prepare(info, settings, options, max_length, reporter) for info in infos]
 
 
@@ -187,6 +289,16 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _check_names(infos: Sequence[TaskInfo]) -> None:
+    names = [info.harness_name for info in infos if info.harness_name is not None]
+    if names:
+        check_names(names)
+
+
+def _in_order(plan: EvaluationPlan, scores: Mapping[str, tuple[Score, ...]]) -> tuple[Score, ...]:
+    return tuple(score for info in plan.tasks for score in scores.get(plan.requests[info.name], ()))
 
 
 def _prepare(
@@ -241,7 +353,11 @@ def _position_limit(config: Mapping[str, Any]) -> int | None:
 
 
 def _dtype_name(model: Any) -> str:
-    return str(model.dtype).removeprefix("torch.")
+    return _name_of(model.dtype)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _parameters(model: Any) -> int:

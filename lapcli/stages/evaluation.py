@@ -1,16 +1,16 @@
 """Evaluation as a stage: models and tasks in, `evaluation.json` out. The measuring is `lapcli.evaluation`'s."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lapcli.artifacts import RunDirectory, atomic_file
+from lapcli.artifacts import RunDirectory
 from lapcli.evaluation.results import Evaluation
-from lapcli.evaluation.run import evaluate
+from lapcli.evaluation.run import EvaluationPlan, evaluate, plan_evaluation, read_local_data
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.families.source import ModelSource, resolve_model
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter
+from lapcli.stages.evaluation_file import read_evaluation, set_aside, write_evaluation
 
 
 def models_of(run: RunDirectory, base: ModelSource) -> list[tuple[str, ModelSource]]:
@@ -23,6 +23,44 @@ def models_of(run: RunDirectory, base: ModelSource) -> list[tuple[str, ModelSour
     return [("base", base), *((label, resolve_model(str(folder))) for label, folder in made if folder.is_dir())]
 
 
+def plan_stage(
+    output: Path,
+    models: Sequence[tuple[str, ModelSource]],
+    tasks: Sequence[str],
+    settings: EvaluationSettings,
+    *,
+    options: EvaluationOptions,
+    machine: Machine,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> EvaluationPlan:
+    """Refuse what can be known to fail, and say what there is to measure.
+
+    Args:
+        output: the evaluation's file, which may hold some of it.
+        models: label and source of each.
+        tasks: task names.
+        settings: what the numbers depend on.
+        options: what they do not.
+        machine: where it will run.
+        overwrite: whether what is there will be measured again.
+        dry_run: whether to read the tasks' data too, as far as it lies on this machine; an evaluation does so anyway.
+
+    Raises:
+        LapcliError: see `lapcli.evaluation.run.evaluate`.
+    """
+    for _label, source in models:
+        machine.check(source.config)
+    plan = plan_evaluation(
+        models, tasks, settings, options,
+        dtype=machine.torch_dtype(models[0][1].config), kernel=machine.kernel,
+        earlier=None if overwrite else read_evaluation(output), trust_remote_code=machine.trust_remote_code,
+    )  # fmt: skip
+    if dry_run:
+        read_local_data(plan, settings, options)
+    return plan
+
+
 def evaluate_into(
     output: Path,
     models: Sequence[tuple[str, ModelSource]],
@@ -31,22 +69,43 @@ def evaluate_into(
     *,
     options: EvaluationOptions,
     machine: Machine,
+    overwrite: bool = False,
     reporter: Reporter,
-) -> Evaluation:
-    """Measure models on tasks and write the result.
+) -> tuple[Evaluation, bool]:
+    """Measure models on tasks and write the result beside what was measured before.
+
+    What is there already is not measured again. The file is written after each task of each model, so that a run that
+    is stopped loses one task at most. Where scores of an older evaluation do not belong beside these (another base,
+    other versions of torch and so on), a copy of it stays as `evaluation.previous.json`.
 
     Args:
-        output: the JSON file to write; an older one is replaced when the new one is whole.
+        output: the JSON file to write.
         models: label and source of each; the first is the base of the differences.
         tasks: task names.
         settings: what the numbers depend on.
         options: what they do not.
         machine: where it runs.
+        overwrite: whether to measure again what is there.
         reporter: where progress goes.
+
+    Returns:
+        The scores that were asked for, and whether any was measured now.
 
     Raises:
         LapcliError: see `lapcli.evaluation.run.evaluate`.
     """
+    beside = earlier = None if overwrite else read_evaluation(output)
+    worked = False
+
+    def keep(found: Evaluation) -> None:
+        nonlocal beside, worked
+        worked = True
+        merged, whole = (found, True) if beside is None else found.merged_with(beside)
+        if not whole:
+            set_aside(output, reporter)
+        beside = merged
+        write_evaluation(merged, output)
+
     evaluation = evaluate(
         models,
         tasks,
@@ -56,8 +115,8 @@ def evaluate_into(
         dtype=machine.torch_dtype(models[0][1].config),
         kernel=machine.kernel,
         trust_remote_code=machine.trust_remote_code,
+        earlier=earlier,
+        keep=keep,
         reporter=reporter,
     )
-    with atomic_file(output) as temporary:
-        temporary.write_text(json.dumps(evaluation.to_json(), indent=1, ensure_ascii=False) + "\n")
-    return evaluation
+    return evaluation, worked

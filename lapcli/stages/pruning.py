@@ -7,12 +7,13 @@ from lapcli.artifacts import Artifact, RunDirectory, read_artifact
 from lapcli.errors import ArtifactError, FamilyError
 from lapcli.families.base import StatefulLayer
 from lapcli.families.registry import family_for
-from lapcli.families.source import ModelSource, refuse_quantised
+from lapcli.families.source import ModelSource, refuse_quantised, resolve_model
 from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors.budget import KeptWidth
 from lapcli.stages.calibration import calibrate, check_calibration, has_saliency
+from lapcli.stages.evaluation_file import forget_stale
 from lapcli.stages.lineage import calibration_lineage, refuse_stale, sliced_lineage
 from lapcli.stages.selection import budget_for, select
 from lapcli.stages.slicing import SlicePlan, slice_into
@@ -215,6 +216,8 @@ def prune(
     )
     selected, did_select = select(calibrated, selection, run.selection, overwrite=overwrite, reporter=reporter)
     sliced, did_slice = slice_into(source, selected, run.sliced, overwrite=overwrite, reporter=reporter)
+    if did_slice:
+        forget_stale(run.evaluation, "sliced", resolve_model(str(run.sliced)).digest, reporter)
     result = PruneResult(
         calibration=calibrated,
         selection=selected,

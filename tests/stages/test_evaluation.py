@@ -1,0 +1,177 @@
+"""Evaluation as a stage: what is there is not measured again, and scores of a model that is no more do not stay."""
+
+import json
+
+import pytest
+
+from lapcli.errors import ArtifactError, DataError
+from lapcli.evaluation.results import Evaluation
+from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
+from lapcli.families.source import resolve_model
+from lapcli.machine import Machine
+from lapcli.reporting import SilentReporter
+from lapcli.stages.evaluation import evaluate_into, plan_stage
+from lapcli.stages.evaluation_file import forget_stale, read_evaluation
+from lapcli.testing.models import tiny_gated_deltanet
+
+SETTINGS = EvaluationSettings(max_length=64, limit=2, niah_lengths=(400,))
+CPU = Machine(device="cpu")
+NO_OPTIONS = EvaluationOptions()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = tmp_path_factory.mktemp("models")
+    return [tiny_gated_deltanet(made / str(seed), seed=seed) for seed in range(3)]
+
+
+@pytest.fixture
+def measure(folders, tmp_path):
+    """Measure two of the models into one file; gives the scores and whether anything ran."""
+
+    def run(*tasks, models=(("base", 0), ("sliced", 1)), settings=SETTINGS, options=NO_OPTIONS, **more):
+        chosen = [(label, resolve_model(str(folders[number]))) for label, number in models]
+        output = tmp_path / "evaluation.json"
+        return evaluate_into(
+            output, chosen, tasks, settings, options=options, machine=CPU, reporter=SilentReporter(), **more
+        )
+
+    return run
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """From its call on, loading a model fails the test."""
+    return lambda: monkeypatch.setattr(
+        "lapcli.families.loading.load_model", lambda *_args, **_more: pytest.fail("a model was loaded")
+    )
+
+
+def test_what_is_there_is_not_measured_again(measure, no_model, tmp_path):
+    first, worked = measure("builtin", "niah")
+    assert worked
+    file = (tmp_path / "evaluation.json").read_bytes()
+    no_model()
+    again, worked = measure("niah", "builtin")
+    assert not worked
+    assert [model.digest for model in again.models] == [model.digest for model in first.models]
+    by_key = [{score.key: score for score in model.scores} for model in first.models]
+    assert [{score.key: score for score in model.scores} for model in again.models] == by_key
+    assert again.models[0].scores[0].task == "niah", "in the order asked for"
+    assert (tmp_path / "evaluation.json").read_bytes() == file
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"limit": 3}, {"max_length": 32}, {"stride": 16}, {"bos": "never"}, {"seed": 1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_setting_is_another_request(measure, change):
+    measure("builtin", models=[("base", 0)])
+    asked = {"max_length": 64, "limit": 2, "niah_lengths": (400,)} | change
+    _found, worked = measure("builtin", models=[("base", 0)], settings=EvaluationSettings(**asked))
+    assert worked
+
+
+def test_changed_text_is_measured_again(measure, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("One text of a few words.")
+    first, _worked = measure(f"text:{path}", models=[("base", 0)])
+    path.write_text("Another text, of a few more words.")
+    again, worked = measure(f"text:{path}", models=[("base", 0)])
+    assert worked
+    assert again.models[0].scores[0].estimate.value != first.models[0].scores[0].estimate.value
+
+
+def test_other_tasks_and_lengths_stay_beside_new_ones(measure, tmp_path):
+    measure("builtin")
+    measure("niah")
+    found, _worked = measure("niah", settings=EvaluationSettings(max_length=64, limit=2, niah_lengths=(500,)))
+    assert {score.length for score in found.models[0].scores} == {500}, "what was asked for"
+    stored = Evaluation.from_json(json.loads((tmp_path / "evaluation.json").read_text()))
+    assert [(row.task, row.length) for row in stored.rows()] == [
+        ("builtin", None), ("builtin", None), ("niah", 400), ("niah", 500),
+    ]  # fmt: skip
+    assert all(row.differences[0] is not None for row in stored.rows())
+    assert not (tmp_path / "evaluation.previous.json").exists()
+
+
+def test_an_evaluation_that_was_stopped_goes_on(measure, monkeypatch, tmp_path):
+    from lapcli.evaluation import run
+
+    whole = run.measure_niah
+    monkeypatch.setattr(run, "measure_niah", lambda *_args, **_more: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        measure("builtin", "niah")
+    kept = read_evaluation(tmp_path / "evaluation.json")
+    assert kept is not None
+    assert [score.task for model in kept.models for score in model.scores] == ["builtin", "builtin"]
+    monkeypatch.setattr(run, "measure_niah", whole)
+    perplexities = []
+    whole_perplexity = run.measure_perplexity
+
+    def counted(task, documents, loaded, *args, **more):
+        perplexities.append(loaded.name)
+        return whole_perplexity(task, documents, loaded, *args, **more)
+
+    monkeypatch.setattr(run, "measure_perplexity", counted)
+    found, _worked = measure("builtin", "niah")
+    assert perplexities == ["sliced"]
+    assert [len(model.scores) for model in found.models] == [3, 3]
+
+
+def test_another_model_under_the_same_label_replaces_it_and_a_copy_stays(measure, tmp_path):
+    measure("builtin")
+    before = (tmp_path / "evaluation.json").read_bytes()
+    measure("builtin", models=[("base", 0), ("sliced", 2)])
+    stored = read_evaluation(tmp_path / "evaluation.json")
+    assert stored is not None
+    assert len(stored.models) == 2
+    assert (tmp_path / "evaluation.previous.json").read_bytes() == before
+
+
+def test_scores_of_another_base_are_not_compared_with(measure, tmp_path):
+    measure("builtin")
+    measure("builtin", models=[("base", 2)])
+    stored = read_evaluation(tmp_path / "evaluation.json")
+    assert stored is not None
+    assert [model.label for model in stored.models] == ["base"]
+    assert (tmp_path / "evaluation.previous.json").exists()
+
+
+def test_a_model_made_anew_loses_its_scores_but_not_its_base(measure, folders, tmp_path):
+    output, reporter = tmp_path / "evaluation.json", SilentReporter()
+    forget_stale(output, "sliced", "no evaluation yet", reporter)
+    measure("builtin")
+    forget_stale(output, "sliced", resolve_model(str(folders[1])).digest, reporter)
+    assert not reporter.notices, "the same model again"
+    forget_stale(output, "sliced", "another digest", reporter)
+    assert "evaluation.previous.json" in reporter.notices[0]
+    stored = read_evaluation(output)
+    assert stored is not None
+    assert [model.label for model in stored.models] == ["base"]
+
+
+def test_a_damaged_evaluation_is_named_and_stands_in_no_ones_way(measure, tmp_path):
+    output = tmp_path / "evaluation.json"
+    output.write_text('{"kind": "evaluation", ')
+    with pytest.raises(ArtifactError, match=r"evaluation\.json is no JSON"):
+        measure("builtin", models=[("base", 0)])
+    forget_stale(output, "sliced", "a digest", SilentReporter())
+    assert not output.exists()
+    assert (tmp_path / "evaluation.previous.json").exists()
+
+
+def test_a_dry_run_reads_the_data_that_is_here(folders, tmp_path, no_model):
+    no_model()
+    models = [("base", resolve_model(str(folders[0])))]
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"text": "fine"}\nno json\n')
+    more = {"options": EvaluationOptions(), "machine": CPU, "dry_run": True}
+    with pytest.raises(DataError, match="line 2"):
+        plan_stage(tmp_path / "evaluation.json", models, [f"text:{path}"], SETTINGS, **more)
+    with pytest.raises(DataError, match="holds no copy"):
+        plan_stage(
+            tmp_path / "evaluation.json", models, ["wikitext"], SETTINGS,
+            options=EvaluationOptions(task_data=tmp_path), machine=CPU, dry_run=True,
+        )  # fmt: skip
