@@ -28,6 +28,10 @@ SCHEMA = 1
 """The schema version that this lapcli writes, and the newest that it reads."""
 
 _KEY = "lapcli"
+_MAKERS = {
+    "calibration": "`lapcli calibrate` or `lapcli prune`, as before, but",
+    "selection": "`lapcli select` or `lapcli prune`, as before, but",
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Artifact:
     names: tuple[str, ...]
 
     def tensor(self, name: str) -> "torch.Tensor":
-        """Read one tensor (CPU).
+        """Read one tensor (CPU), unchecked: only all tensors together have a digest.
 
         Raises:
             ArtifactError: there is no tensor of that name.
@@ -117,11 +121,23 @@ class Artifact:
             return handle.get_tensor(name)
 
     def tensors(self) -> "dict[str, torch.Tensor]":
-        """Read all tensors (CPU)."""
+        """Read all tensors (CPU) and check them against the digest that was stored with them.
+
+        Raises:
+            ArtifactError: they are not those that were written.
+        """
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as handle:
-            return {name: handle.get_tensor(name) for name in self.names}
+            tensors = {name: handle.get_tensor(name) for name in self.names}
+        wanted = _parse(read_header(self.path).metadata, self.path).get("content")
+        found = content_digest(tensors)
+        if found != wanted:
+            raise ArtifactError(
+                f"{self.path} is damaged: its tensors have the digest {found[:12]}, but {str(wanted)[:12]} was stored",
+                f"make it again: {_MAKERS.get(self.lineage.kind, 'run the command that wrote it')} with --overwrite",
+            )
+        return tensors
 
 
 def _document(lineage: Lineage, content: "Mapping[str, torch.Tensor]") -> dict[str, Any]:
@@ -144,7 +160,7 @@ def content_digest(tensors: "Mapping[str, torch.Tensor]") -> str:
         tensor = tensors[name].detach().contiguous().cpu()
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
         # Viewed as bytes, since numpy has no bfloat16.
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

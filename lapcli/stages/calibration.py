@@ -9,8 +9,8 @@ for bit that of an unbroken run.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from lapcli.recipe import CalibrationSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors.l1 import channel_magnitudes
 from lapcli.selectors.s_wanda import channel_wanda
-from lapcli.stages.lineage import calibration_lineage, refuse_stale
+from lapcli.stages.lineage import STALE_HINT, calibration_lineage, refuse_stale
 from lapcli.stages.observation import observe
 
 _TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
@@ -45,8 +45,8 @@ def has_saliency(calibration: Artifact) -> bool:
 class _Partial:
     """The sums of a calibration under way, on disk: written now and then, taken up by the next run.
 
-    They hold for the same tokens in the same batches on the same kind of device: the two latter decide how the sums
-    round.
+    They hold for the same tokens in the same batches and dtype on the same kind of device: all but the first decide
+    how the sums round.
     """
 
     def __init__(self, path: Path, lineage: Lineage, key: dict[str, Any], every_seconds: float):
@@ -62,12 +62,12 @@ class _Partial:
             return 0, {}
         try:
             artifact = read_artifact(self.path, self.lineage.kind)
+            record = artifact.lineage.record
+            if artifact.lineage.identity() != self.lineage.identity() or record.get("key") != self.key:
+                return 0, {}
+            return record["samples_done"], artifact.tensors()
         except ArtifactError:
             return 0, {}
-        record = artifact.lineage.record
-        if artifact.lineage.identity() != self.lineage.identity() or record.get("key") != self.key:
-            return 0, {}
-        return record["samples_done"], artifact.tensors()
 
     def save(self, done: int, tensors: dict[str, Tensor]) -> None:
         """Write the sums if the last time is long enough ago."""
@@ -82,41 +82,57 @@ class _Partial:
         self.path.unlink(missing_ok=True)
 
 
-def _batches(blocks: TokenBlocks, batch: int, first: int) -> Iterator[tuple[int, Tensor]]:
-    for start in range(first, len(blocks.ids), batch):
-        yield min(start + batch, len(blocks.ids)), blocks.ids[start : start + batch]
+@dataclass(frozen=True)
+class _Stream:
+    """The text of a calibration, fed to a step batch by batch; a pass over it can be left and taken up again."""
+
+    blocks: TokenBlocks
+    settings: CalibrationSettings
+    batch: int
+    device: torch.device
+    reporter: Reporter
+
+    def earlier(self, partial: _Partial, what: str) -> tuple[int, dict[str, Tensor]]:
+        """The number of samples that an earlier process got through, and its sums."""
+        done, stored = partial.load()
+        if done:
+            self.reporter.notice(f"going on after {done} of {self.settings.samples} samples of {what}")
+        return done, stored
+
+    def feed(
+        self,
+        title: str,
+        step: Callable[[Tensor], None],
+        done: int,
+        partial: _Partial,
+        sums: Callable[[], dict[str, Tensor]],
+    ) -> None:
+        """Call `step` with every batch after the first `done` samples; write what it sums up now and then."""
+        length = self.settings.seq_len
+        with self.reporter.task(title, total=self.settings.samples * length, unit="tokens") as task:
+            task.advance(done * length)
+            for start in range(done, len(self.blocks.ids), self.batch):
+                ids = self.blocks.ids[start : start + self.batch]
+                step(ids.to(self.device))
+                task.advance(ids.numel())
+                partial.save(start + len(ids), sums())
 
 
 def _gram_pass(
-    family: Family,
-    model: Any,
-    layers: Sequence[StatefulLayer],
-    blocks: TokenBlocks,
-    settings: CalibrationSettings,
-    batch: int,
-    partial: _Partial,
-    reporter: Reporter,
-    name: str,
+    family: Family, model: Any, layers: Sequence[StatefulLayer], stream: _Stream, partial: _Partial, name: str
 ) -> dict[str, Tensor]:
     """Stream all tokens through the model once and add up what the selectors need."""
-    observation = observe(layers, settings)
-    device = next(model.parameters()).device
-    done, stored = partial.load()
+    observation = observe(layers, stream.settings)
+    done, stored = stream.earlier(partial, "earlier sums")
     if done:
-        observation.restore(stored, done * settings.seq_len, device)
-        reporter.notice(f"going on after {done} of {settings.samples} samples of earlier sums")
-    tokens = settings.samples * settings.seq_len
-    with (
-        torch.inference_mode(),
-        observation.attached(family, model),
-        reporter.task("calibrating", total=tokens, unit="tokens") as task,
-    ):
-        task.advance(done * settings.seq_len)
-        for now_done, ids in _batches(blocks, batch, done):
-            # The head's logits are not needed: the body alone runs.
-            model.get_decoder()(input_ids=ids.to(device), use_cache=False)
-            task.advance(ids.numel())
-            partial.save(now_done, observation.tensors())
+        observation.restore(stored, done * stream.settings.seq_len, stream.device)
+
+    def step(ids: Tensor) -> None:
+        # The head's logits are not needed: the body alone runs.
+        model.get_decoder()(input_ids=ids, use_cache=False)
+
+    with torch.inference_mode(), observation.attached(family, model):
+        stream.feed("calibrating", step, done, partial, observation.tensors)
     observation.check_finite(name)
     return {key: tensor.cpu() for key, tensor in observation.tensors().items()}
 
@@ -136,48 +152,41 @@ def _head_rows(values: Tensor, member: Member, layer: StatefulLayer) -> Tensor:
     return values[rows.to(values.device)].double()
 
 
+def _gradient_name(layer: int, side: str) -> str:
+    return f"layers.{layer}.gradient_{side}"
+
+
 def _saliency_pass(
-    family: Family,
-    model: Any,
-    layers: Sequence[StatefulLayer],
-    blocks: TokenBlocks,
-    settings: CalibrationSettings,
-    batch: int,
-    partial: _Partial,
-    reporter: Reporter,
+    family: Family, model: Any, layers: Sequence[StatefulLayer], stream: _Stream, partial: _Partial
 ) -> dict[str, Tensor]:
     """`sum_i |W_ij dL/dW_ij|` per channel, L the mean loss over the whole text; gradients added up in fp32.
 
     Source: arXiv 2602.04852, Sec. 3.4 (Grad).
     """
-    device = next(model.parameters()).device
     model.requires_grad_(False)
     weights = {
         (layer.index, side): family.parameter(model, layer, member).requires_grad_(True)
         for layer in layers
         for side, member in _projections(layer).items()
     }
-    done, stored = partial.load()
-    if done:
-        reporter.notice(f"going on after {done} of {settings.samples} samples of an earlier saliency pass")
+    done, stored = stream.earlier(partial, "an earlier saliency pass")
     gradients = {
-        key: stored[f"layers.{key[0]}.gradient_{key[1]}"].to(device)
-        if done
-        else torch.zeros_like(weight, dtype=torch.float32)
+        key: stored[_gradient_name(*key)].to(stream.device) if done else torch.zeros_like(weight, dtype=torch.float32)
         for key, weight in weights.items()
     }
-    predicted = settings.samples * (settings.seq_len - 1)
-    with reporter.task("saliency", total=settings.samples * settings.seq_len, unit="tokens") as task:
-        task.advance(done * settings.seq_len)
-        for now_done, ids in _batches(blocks, batch, done):
-            ids = ids.to(device)
-            with torch.enable_grad():
-                logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-                loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / predicted
-            for key, gradient in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
-                gradients[key] += gradient.float()
-            task.advance(ids.numel())
-            partial.save(now_done, {f"layers.{i}.gradient_{side}": g for (i, side), g in gradients.items()})
+    predicted = stream.settings.samples * (stream.settings.seq_len - 1)
+
+    def step(ids: Tensor) -> None:
+        with torch.enable_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / predicted
+        for key, gradient in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
+            gradients[key] += gradient.float()
+
+    def sums() -> dict[str, Tensor]:
+        return {_gradient_name(*key): gradient for key, gradient in gradients.items()}
+
+    stream.feed("saliency", step, done, partial, sums)
     saliency: dict[str, Tensor] = {}
     for layer in layers:
         for side, member in _projections(layer).items():
@@ -267,7 +276,7 @@ def calibrate(
         output: the artifact to write.
         machine: where it runs.
         saliency: whether the Grad selector's statistics are wanted too; they extend a calibration without them.
-        overwrite: whether a calibration of other inputs gives way.
+        overwrite: whether a calibration of other inputs, in another dtype, or a damaged one gives way.
         reporter: where progress goes.
         checkpoint_seconds: how often the sums under way are written beside `output`.
 
@@ -275,7 +284,8 @@ def calibrate(
         The calibration, and whether any work was done.
 
     Raises:
-        ArtifactError: there is a calibration of other inputs and `overwrite` is false.
+        ArtifactError: there is a calibration of other inputs, or in another dtype than the one asked for, or a damaged
+            one, and `overwrite` is false.
         DataError: the text cannot be read or is too little.
         FamilyError: the family is unknown.
         ModelError: the model cannot be loaded, or its statistics are not finite (the layer is named).
@@ -283,16 +293,7 @@ def calibrate(
     machine = machine or Machine()
     reporter = reporter or SilentReporter()
     lineage = calibration_lineage(source, settings)
-    existing: Artifact | None = None
-    if output.exists():
-        try:
-            existing = read_artifact(output, "calibration")
-            refuse_stale(lineage, existing.lineage, output)
-        except ArtifactError:
-            if not overwrite:
-                raise
-            refuse_foreign(output)
-            existing = None
+    existing = _existing(output, lineage, source, machine, overwrite)
     if existing is not None and (not saliency or has_saliency(existing)):
         return existing, False
 
@@ -313,6 +314,11 @@ def calibrate(
             f"(digest {existing.lineage.record['corpus'][:12]}, now {blocks.digest[:12]}); saliency cannot extend it",
             "pass --overwrite to calibrate anew",
         )
+    stored: dict[str, Tensor] = {}
+    if existing is not None:
+        stored = existing.tensors()
+        # What is in one file was computed in one dtype.
+        machine = replace(machine, dtype=existing.lineage.record["dtype"])
     device = machine.torch_device()
     model: Any = load_model(
         source,
@@ -322,36 +328,60 @@ def calibrate(
         trust_remote_code=machine.trust_remote_code,
     )
     machine.announce(model, reporter, needs_gradient=saliency)
+    dtype = str(model.dtype).removeprefix("torch.")
     batch = max(1, _TOKENS_PER_BATCH.get(device.type, 4096) // settings.seq_len)
-
-    def partial(part: str) -> _Partial:
-        path = output.with_name(f".{output.name}.{part}")
-        return _Partial(
-            path, lineage, {"batch": batch, "device": device.type, "corpus": blocks.digest}, checkpoint_seconds
-        )
-
-    partials = [partial("sums")]
-    if existing is None:
-        tensors = _gram_pass(family, model, layers, blocks, settings, batch, partials[0], reporter, source.name)
-        tensors |= _weight_statistics(source, layers, tensors)
-    else:
-        tensors = existing.tensors()
-    if saliency:
-        partials.append(partial("gradients"))
-        tensors |= _saliency_pass(family, model, layers, blocks, settings, batch, partials[-1], reporter)
-    record = {
-        "tokens": settings.samples * settings.seq_len,
-        "corpus": blocks.digest,
-        "text": blocks.description,
-        "layers": [{"index": layer.index, "heads": layer.heads, "key_width": layer.key_width} for layer in layers],
-        "device": device.type,
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-    }
-    artifact = write_artifact(
-        output,
-        replace(lineage, record=record),
-        tensors,
+    stream = _Stream(blocks, settings, batch, device, reporter)
+    key = {"batch": batch, "device": device.type, "dtype": dtype, "corpus": blocks.digest}
+    sums, gradients = (
+        _Partial(output.with_name(f".{output.name}.{part}"), lineage, key, checkpoint_seconds)
+        for part in ("sums", "gradients")
     )
-    for finished in partials:
-        finished.remove()
-    return artifact, True
+    if existing is None:
+        stored = _gram_pass(family, model, layers, stream, sums, source.name)
+        stored |= _weight_statistics(source, layers, stored)
+        record = {
+            "tokens": settings.samples * settings.seq_len,
+            "corpus": blocks.digest,
+            "text": blocks.description,
+            "layers": [{"index": layer.index, "heads": layer.heads, "key_width": layer.key_width} for layer in layers],
+            "device": device.type,
+            "dtype": dtype,
+        }
+        # Whole before the saliency pass begins, so that a kill in there does not cost the sums.
+        existing = write_artifact(output, replace(lineage, record=record), stored)
+    sums.remove()
+    if saliency:
+        stored |= _saliency_pass(family, model, layers, stream, gradients)
+        existing = write_artifact(output, replace(lineage, record=existing.lineage.record), stored)
+        gradients.remove()
+    return existing, True
+
+
+def _existing(
+    output: Path, lineage: Lineage, source: ModelSource, machine: Machine, overwrite: bool
+) -> Artifact | None:
+    """The calibration that is there, where it is the one wanted.
+
+    Raises:
+        ArtifactError: another one is there, or a damaged one, and `overwrite` is false; or something else.
+    """
+    if not output.exists():
+        return None
+    try:
+        existing = read_artifact(output, "calibration")
+        refuse_stale(lineage, existing.lineage, output)
+        wanted = str(machine.torch_dtype(source.config)).removeprefix("torch.")
+        found = existing.lineage.record["dtype"]
+        if machine.dtype != "auto" and wanted != found:
+            raise ArtifactError(
+                f"{output} was computed in {found}, but --dtype {wanted} is asked for",
+                f"{STALE_HINT}; without --dtype it is used as it is",
+            )
+        if overwrite:
+            existing.tensors()  # raises where they are damaged
+        return existing
+    except ArtifactError:
+        if not overwrite:
+            raise
+        refuse_foreign(output)
+        return None

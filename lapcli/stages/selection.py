@@ -59,7 +59,8 @@ def plan_selection(calibration: Artifact, settings: SelectionSettings) -> KeptWi
 
 
 def _statistics(calibration: Artifact, needs: Sequence[str]) -> tuple[dict[int, HeadStatistics], str]:
-    """The statistics by layer, and the digest of the very tensors read."""
+    """The statistics by layer, and the digest of the very tensors used; the whole file is read, which checks it."""
+    stored_tensors = calibration.tensors()
     read: dict[str, Tensor] = {}
     found: dict[int, HeadStatistics] = {}
     for layer in calibration.lineage.record["layers"]:
@@ -77,7 +78,7 @@ def _statistics(calibration: Artifact, needs: Sequence[str]) -> tuple[dict[int, 
                     if name.startswith("saliency")
                     else "calibrate again",
                 )
-            tensors[name] = read[stored] = calibration.tensor(stored)
+            tensors[name] = read[stored] = stored_tensors[stored]
         found[index] = HeadStatistics(**tensors, tokens=calibration.lineage.record["tokens"])
     identity = calibration.lineage.identity()
     return found, digest_document({"identity": identity, "statistics": content_digest(read)})
@@ -134,6 +135,8 @@ def select(
         try:
             existing = read_artifact(output, "selection")
             refuse_stale(lineage, existing.lineage, output)
+            if overwrite:
+                existing.tensors()  # raises where they are damaged
             return existing, False
         except ArtifactError:
             if not overwrite:

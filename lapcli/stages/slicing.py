@@ -70,8 +70,12 @@ class SlicePlan:
 def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int, NDArray[np.int64]]:
     """The kept indices by layer, checked: `[H, K']`, within the head, strictly ascending."""
     kept: dict[int, NDArray[np.int64]] = {}
+    tensors = selection.tensors()
     for layer in layers:
-        indices = selection.tensor(f"layers.{layer.index}.kept").numpy()
+        name = f"layers.{layer.index}.kept"
+        if name not in tensors:
+            raise ArtifactError(f"{selection.path} holds no {name}", "select again")
+        indices = tensors[name].numpy()
         if indices.ndim != 2 or indices.shape[0] != layer.heads:
             raise ArtifactError(
                 f"{selection.path} keeps {list(indices.shape)} in layer {layer.index}, of {layer.heads} key heads"

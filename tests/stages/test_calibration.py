@@ -221,9 +221,14 @@ def test_killed_and_started_again_it_is_bit_equal(model, settings, tmp_path, mon
     arguments = [sys.executable, "-c", KILLED, str(model.path), settings.data, str(path)]
     killed = subprocess.run([*arguments, str(batches)], capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not path.exists()
+    # The sums are whole before the saliency pass begins.
+    assert path.exists() == ("saliency" in notice)
     reporter = SilentReporter()
-    resumed, _ = calibrate(model, settings, path, machine=CPU, saliency=True, reporter=reporter)
+    with pytest.MonkeyPatch.context() as patch:
+        if path.exists():
+            assert not has_saliency(read_artifact(path, "calibration"))
+            patch.setattr(module, "_gram_pass", None)
+        resumed, _ = calibrate(model, settings, path, machine=CPU, saliency=True, reporter=reporter)
     assert any(notice in said for said in reporter.notices), reporter.notices
     assert resumed.names == unbroken.names
     for name, tensor in resumed.tensors().items():
@@ -238,6 +243,42 @@ def test_a_damaged_calibration_is_refused_unless_told(model, settings, tmp_path)
         calibrate(model, settings, path, machine=CPU)
     calibrate(model, settings, path, machine=CPU, overwrite=True)
     read_artifact(path, "calibration")
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_is_noticed_and_mended(model, settings, tmp_path):
+    path = tmp_path / "c.safetensors"
+    whole, _ = calibrate(model, settings, path, machine=CPU)
+    bytes_before = path.read_bytes()
+    flip_a_byte(path)
+    with pytest.raises(ArtifactError, match=r"(?s)is damaged.*lapcli calibrate.*--overwrite"):
+        calibrate(model, settings, path, machine=CPU, saliency=True)
+    again, worked = calibrate(model, settings, path, machine=CPU, overwrite=True)
+    assert worked
+    assert path.read_bytes() == bytes_before
+    assert not calibrate(model, settings, path, machine=CPU, overwrite=True)[1]
+    assert again.names == whole.names
+
+
+def test_another_dtype_is_stale_only_when_asked_for(model, settings, tmp_path):
+    path = tmp_path / "c.safetensors"
+    wide = Machine(device="cpu", dtype="float64")
+    calibrate(model, settings, path, machine=wide)
+    assert not calibrate(model, settings, path, machine=CPU)[1]
+    assert not calibrate(model, settings, path, machine=wide)[1]
+    narrow = Machine(device="cpu", dtype="float32")
+    with pytest.raises(ArtifactError, match=r"(?s)computed in float64, but --dtype float32 .*--overwrite"):
+        calibrate(model, settings, path, machine=narrow)
+    extended, _ = calibrate(model, settings, path, machine=CPU, saliency=True)
+    assert extended.lineage.record["dtype"] == "float64"
+    replaced, worked = calibrate(model, settings, path, machine=narrow, overwrite=True)
+    assert worked
+    assert replaced.lineage.record["dtype"] == "float32"
 
 
 def test_nan_statistics_name_the_layer(settings, tmp_path):

@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from lapcli.artifacts import read_artifact
 from lapcli.errors import ArtifactError
 from lapcli.families.registry import family_for
 from lapcli.machine import Machine
@@ -13,6 +14,7 @@ from lapcli.selectors.base import HeadStatistics
 from lapcli.selectors.registry import SELECTORS, select_layer
 from lapcli.stages.calibration import calibrate
 from lapcli.stages.selection import select
+from lapcli.stages.slicing import plan_slicing
 
 
 @pytest.fixture(scope="module")
@@ -61,4 +63,29 @@ def test_overwrite_never_replaces_what_is_not_ours(calibration, model, tmp_path,
     before = path.read_bytes()
     with pytest.raises(ArtifactError):
         select(calibration, SelectionSettings(ratio="0.5"), path, overwrite=True)
+    assert path.read_bytes() == before
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_in_the_calibration_is_refused(calibration, tmp_path):
+    copy = tmp_path / "c.safetensors"
+    copy.write_bytes(calibration.path.read_bytes())
+    flip_a_byte(copy)
+    with pytest.raises(ArtifactError, match=r"(?s)c\.safetensors is damaged.*lapcli calibrate"):
+        select(read_artifact(copy), SelectionSettings(ratio="0.5"), tmp_path / "s.safetensors")
+
+
+def test_a_flipped_byte_in_the_selection_is_refused_and_mended(calibration, model, tmp_path):
+    settings, path = SelectionSettings(ratio="0.5"), tmp_path / "s.safetensors"
+    selection, _ = select(calibration, settings, path)
+    before = path.read_bytes()
+    flip_a_byte(path)
+    with pytest.raises(ArtifactError, match=r"(?s)s\.safetensors is damaged.*lapcli select"):
+        plan_slicing(model, selection)
+    assert select(calibration, settings, path, overwrite=True)[1]
     assert path.read_bytes() == before
