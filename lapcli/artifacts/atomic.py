@@ -39,7 +39,11 @@ def atomic_file(path: Path) -> Generator[Path]:
     temporary = _temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # safetensors puts a private file (mode 0600) in place of this one, whose mode is the one that umask gives.
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, path)

@@ -20,6 +20,7 @@ from lapcli.artifacts import (
     read_artifact,
     read_header,
     write_artifact,
+    write_document,
 )
 from lapcli.errors import ArtifactError
 
@@ -124,6 +125,18 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         with pytest.raises(ValueError, match="boom"):
             fail()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
+def test_files_have_the_mode_that_umask_gives(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_artifact(tmp_path / "a.safetensors", lineage(), {"x": torch.zeros(1)})
+        write_document(tmp_path / "lapcli.json", lineage())
+    finally:
+        os.umask(before)
+    for name in ("a.safetensors", "lapcli.json"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~umask, name
 
 
 def test_a_directory_gives_way_only_when_told(tmp_path):
