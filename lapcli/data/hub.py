@@ -1,7 +1,9 @@
 """Documents streamed from data sets on the Hugging Face hub, by short name or by id."""
 
+import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from lapcli.data.documents import Document
@@ -9,6 +11,7 @@ from lapcli.data.files import text_of
 from lapcli.errors import DataError
 
 _OFFLINE = "Go online, or name a local text, JSONL or parquet file with --data; `--data builtin` needs no network."
+_PATIENCE_SECONDS = 10.0
 
 
 class HubSet(NamedTuple):
@@ -65,7 +68,9 @@ def read_hub(name: str, hub_set: HubSet, split: str, text_field: str | None = No
     except ImportError as error:
         raise DataError(f"data set '{name}' needs the package `datasets`.", "pip install datasets") from error
     try:
-        rows: Iterable[Any] = load_dataset(hub_set.repository, hub_set.config, split=split, streaming=True)
+        _try_network()
+        with _without_retry_lines():
+            rows: Iterable[Any] = load_dataset(hub_set.repository, hub_set.config, split=split, streaming=True)
     except Exception as error:
         raise _explain(error, name, hub_set, 0) from error
     texts = _records(rows, name, hub_set, text_field)
@@ -74,12 +79,39 @@ def read_hub(name: str, hub_set: HubSet, split: str, text_field: str | None = No
             yield Document(f"{name}:{number}", text)
 
 
+def _try_network() -> None:
+    """Ask the hub for a sign of life, once: its client tries for half a minute where there is no network.
+
+    Raises:
+        Exception: whatever the client raises where the hub cannot be reached.
+    """
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    # In offline mode the client fails at once by itself, unless the data set is in its cache.
+    with suppress(OfflineModeIsEnabled):
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
+
+
+@contextmanager
+def _without_retry_lines() -> Generator[None]:
+    """Silence what the hub's client says before each new attempt; what it gives up on is raised."""
+    client = logging.getLogger("huggingface_hub.utils._http")
+    level = client.level
+    client.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        client.setLevel(level)
+
+
 def _records(rows: Iterable[Any], name: str, hub_set: HubSet, text_field: str | None) -> Iterator[str]:
     stream = iter(rows)
     number = 0
     while True:
         try:
-            row = next(stream)
+            with _without_retry_lines():
+                row = next(stream)
         except StopIteration:
             return
         except Exception as error:

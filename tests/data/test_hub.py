@@ -1,9 +1,15 @@
 """Hub data sets, with `datasets.load_dataset` replaced: what is asked for, and what is said when it fails."""
 
+import logging
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
 from datasets.exceptions import DatasetNotFoundError
 
@@ -21,6 +27,9 @@ class Hub:
         self.fails: Exception | None = None
         self.breaks: Exception | None = None
 
+    def head(self, _url: str, timeout: float) -> None:
+        """Answer, as a reachable hub does."""
+
     def load(self, repository: str, config: str | None, *, split: str, streaming: bool) -> Iterator[Any]:
         self.asked.append((repository, config, split, streaming))
         if self.fails is not None:
@@ -37,6 +46,7 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub()
     monkeypatch.setattr(datasets, "load_dataset", hub.load)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: hub)
     return hub
 
 
@@ -92,6 +102,36 @@ def test_what_the_hub_refuses_is_said(hub: Hub, error: Exception, message: str):
     with pytest.raises(DataError, match=f"(?s){message}") as caught:
         next(open_source("fineweb"))
     assert "fineweb" in str(caught.value)
+
+
+def test_without_a_network_it_fails_at_once_and_in_one_message():
+    """With the client itself, in a fresh process; the address is reserved for names that do not exist."""
+    program = (
+        "from lapcli.data.sources import open_source\n"
+        "from lapcli.errors import DataError\n"
+        "try:\n    next(open_source('fineweb'))\nexcept DataError as error:\n    print(error.message)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://hub.invalid"}
+    started = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert "the network failed before the first record of data set 'fineweb'" in ended.stdout
+    assert ended.stderr == ""
+    # Its own attempts alone would wait 23 seconds.
+    assert time.monotonic() - started < 20
+
+
+def test_what_the_client_says_before_it_tries_again_is_not_shown(hub: Hub, caplog: pytest.LogCaptureFixture):
+    client = logging.getLogger("huggingface_hub.utils._http")
+
+    def rows() -> Iterator[Any]:
+        client.warning("Retrying in 1s [Retry 1/5].")
+        yield {"text": "a"}
+
+    hub._rows = rows
+    assert [document.text for document in open_source("pile")] == ["a"]
+    assert not caplog.records
+    client.warning("of another caller")
+    assert caplog.messages == ["of another caller"]
 
 
 def test_network_lost_in_mid_stream_says_where(hub: Hub):
