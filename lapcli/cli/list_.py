@@ -63,9 +63,11 @@ def _tasks() -> tuple[list[str], list[list[str]]]:
 
 
 def _recipes() -> tuple[list[str], list[list[str]]]:
-    from lapcli.recipe import shipped_recipes
+    from lapcli.shipped import shipped_recipes
 
-    return ["recipe", "what it does"], [[str(path), summary] for path, summary in shipped_recipes()]
+    return ["recipe", "file", "what it does"], [
+        [recipe.name, str(recipe.path), recipe.summary] for recipe in shipped_recipes()
+    ]
 
 
 def _models() -> tuple[list[str], list[list[str]]]:

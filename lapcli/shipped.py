@@ -1,0 +1,51 @@
+"""The recipes that ship with lapcli, by name: `FAMILY/GOAL`, from a source tree and from an installed wheel."""
+
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+
+class ShippedRecipe(NamedTuple):
+    """A recipe that ships.
+
+    Attributes:
+        name: its path among the recipes, without the suffix.
+        path: the file.
+        summary: the first sentence of its header.
+    """
+
+    name: str
+    path: Path
+    summary: str
+
+
+def recipes_folder() -> Path:
+    """Where the recipes lie: beside the code in a wheel, at the top of a source tree."""
+    package = Path(__file__).resolve().parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """The recipes that ship, in the order of their names."""
+    root = recipes_folder()
+    return [
+        ShippedRecipe(path.relative_to(root).with_suffix("").as_posix(), path, _summary(path))
+        for path in sorted(root.rglob("*.yaml"))
+    ]
+
+
+def find_recipe(name: Path) -> Path:
+    """The file of a recipe: the one that `name` leads to, or else the shipped one of that name."""
+    if not name.exists():
+        for recipe in shipped_recipes():
+            if name.as_posix() == recipe.name:
+                return recipe.path
+    return name
+
+
+def _summary(path: Path) -> str:
+    header = itertools.takewhile(
+        lambda line: line.startswith("#") and line.strip() != "#", path.read_text().splitlines()
+    )
+    return " ".join(line.removeprefix("#").strip() for line in header)
