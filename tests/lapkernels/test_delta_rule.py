@@ -256,6 +256,17 @@ def test_a_gate_that_borders_on_huge_numbers(key_width):
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_more_rows_times_heads_than_a_grid_axis_counts(impl):
+    """Case 16: 65536 + 4 states; the last ones are as right as the first."""
+    inputs = delta_rule_inputs(batch=16385, time=3, key_heads=2, value_heads=4, key_width=2, value_width=1, state=True)
+    output, state = run(inputs, impl=impl, chunk_size=2)
+    truth, final = transition_recurrence(inputs)
+    assert relative_error(output, truth) < EXACT
+    assert state is not None
+    assert relative_error(state, final) < EXACT
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
 def test_rows_of_zeros_have_finite_gradients(impl):
     """Case 8: slicing may leave a token without any channel that is not zero."""
     inputs = delta_rule_inputs(time=20).to(torch.float32)
