@@ -8,12 +8,14 @@ import typer
 from lapcli.cli import options
 from lapcli.errors import UsageError
 
-_WHAT = ("selection", "calibration", "commands")
+_WHAT = ("selection", "calibration", "slicing", "commands")
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("bench", help="Time selection, calibration or whole commands here; see docs/benchmarks.md.")(run)
+    app.command("bench", help="Time selection, calibration, slicing or whole commands here; see docs/benchmarks.md.")(
+        run
+    )
 
 
 def run(
@@ -36,6 +38,8 @@ def run(
         rows = _selection(quick, reporter)
     elif what == "calibration":
         rows = _calibration(model, quick, (device, dtype, kernel), reporter)
+    elif what == "slicing":
+        rows = _slicing(quick, reporter)
     else:
         rows = _commands(model, quick, reporter)
     if as_json:
@@ -78,6 +82,14 @@ def _calibration(model: str, quick: bool, machine: tuple[str, str, str], reporte
 
     sizes: dict[str, int] = {"batch": 1, "seq_len": 64, "pairs": 2} if quick else {}
     return [asdict(calibration_benchmark(resolve_model(model), machine=Machine(*machine), reporter=reporter, **sizes))]
+
+
+def _slicing(quick: bool, reporter: Any) -> list[dict[str, Any]]:
+    from lapcli.benchmarks.slicing import slicing_benchmark
+
+    sizes: dict[str, Any] = {"gib": 0.01, "small": True, "runs": 1} if quick else {}
+    row = slicing_benchmark(reporter=reporter, **sizes)
+    return [{**asdict(row), "ratio": row.ratio}]
 
 
 def _commands(model: str, quick: bool, reporter: Any) -> list[dict[str, Any]]:
