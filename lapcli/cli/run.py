@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A YAML file; `lapcli list recipes` shows those that ship.")],
+    recipe: Annotated[Path, typer.Argument(help="A YAML file, or the name of one that ships (`lapcli list recipes`).")],
     model: Annotated[str | None, typer.Option(help="The model, instead of the recipe's.")] = None,
     task_data: Annotated[Path | None, typer.Option(help="Folder with local copies of task data.")] = None,
     validate_only: Annotated[bool, typer.Option("--validate", help="Check the recipe and stop.")] = False,
@@ -33,7 +33,9 @@ def run(
     from lapcli.errors import RecipeError
     from lapcli.evaluation.tasks import parse_tasks
     from lapcli.recipe import read_recipe
+    from lapcli.shipped import find_recipe
 
+    recipe = find_recipe(recipe)
     plan = read_recipe(recipe)
     if (plan.selection.ratio is None) == (plan.selection.keep is None):
         raise RecipeError(f"{recipe}: selection: give either ratio or keep")
