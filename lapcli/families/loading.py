@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from logging import ERROR
+from logging import ERROR, Filter, LogRecord
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_MODEL", "ModelSource", "load_model", "load_tokenizer", "resolve_model"]
 
 
+class _ErrorsOnly(Filter):
+    """Lets nothing below an error pass."""
+
+    def filter(self, record: LogRecord) -> bool:
+        """Whether it is one."""
+        return record.levelno >= ERROR
+
+
 @contextmanager
 def _quietly() -> Generator[None]:
     """Silence the bars and the load report of transformers; lapcli draws its own, and what is reported is refused."""
@@ -29,13 +37,14 @@ def _quietly() -> Generator[None]:
 
     drawn = logging.is_progress_bar_enabled()
     reports = logging.get_logger("transformers.modeling_utils")
-    level = reports.level
+    errors_only = _ErrorsOnly()
     logging.disable_progress_bar()
-    reports.setLevel(ERROR)
+    # Not its level: from a level of WARNING on, that module says more.
+    reports.addFilter(errors_only)
     try:
         yield
     finally:
-        reports.setLevel(level)
+        reports.removeFilter(errors_only)
         if drawn:
             logging.enable_progress_bar()
 
