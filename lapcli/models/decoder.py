@@ -203,6 +203,9 @@ class RecurrentModel(RecurrentPreTrainedModel):
         if use_cache and cache is None:
             cache = RecurrentCache()
 
+        if padding is not None:
+            # Not even NaN at a pad may reach a gradient: the backward pass would multiply it by zero.
+            hidden_states = padding.keep(hidden_states)
         if packing is not None and rows > 1:
             hidden_states = hidden_states.flatten(0, 1).unsqueeze(0)
         seen: list[Tensor] = []
