@@ -221,8 +221,8 @@ def plan_slicing(source: ModelSource, selection: Artifact) -> SlicePlan:
 
     Raises:
         ArtifactError: the selection was made for another model, or does not fit it.
-        FamilyError: the family is unknown, or the checkpoint does not fit its config.
-        ModelError: the model is quantised or has no safetensors.
+        FamilyError: the family is unknown, or declares channels that its checkpoints do not have.
+        ModelError: the model is quantised, has no safetensors, or does not fit its config.
     """
     layers, kept = _checked(source, selection)
     return _plan(source, layers, _cuts(source, layers, kept), next(iter(kept.values())).shape[1])
@@ -232,6 +232,7 @@ def _checked(
     source: ModelSource, selection: Artifact
 ) -> tuple[tuple[StatefulLayer, ...], dict[int, NDArray[np.int64]]]:
     refuse_quantised(source.config, source.name)
+    assert source.headers  # raises where there are no safetensors, damaged ones, or others than the config implies
     base = selection.lineage.model
     if base.get("digest") != source.digest:
         raise ArtifactError(
@@ -267,8 +268,8 @@ def slice_model(
 
     Raises:
         ArtifactError: the selection was made for another model or does not fit; the directory exists; a full disk.
-        FamilyError: the family is unknown, or the checkpoint does not fit its config.
-        ModelError: the model is quantised or has no safetensors.
+        FamilyError: the family is unknown, or declares channels that its checkpoints do not have.
+        ModelError: the model is quantised, has no safetensors, or does not fit its config.
     """
     reporter = reporter or SilentReporter()
     layers, kept = _checked(source, selection)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lapcli.artifacts import RunDirectory
+from lapcli.artifacts import Lineage, RunDirectory, write_artifact
 from lapcli.cli.inspect_ import describe
 from lapcli.errors import ModelError
 from lapcli.families import source as source_module
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.stages.pruning import plan_pruning
+from lapcli.stages.slicing import plan_slicing
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
 
 BUILDERS = {"gated": tiny_gated_deltanet, "delta": tiny_delta_net}
@@ -36,7 +37,14 @@ def load(folder):
     load_model(resolve_model(str(folder)))
 
 
-ENTRANCES = (inspect, plan, load)
+def cut(folder):
+    source = resolve_model(str(folder))
+    lineage = Lineage("selection", {"name": "another", "digest": "aa"}, "any", {})
+    selection = write_artifact(folder.parent / "selection.safetensors", lineage, {"layers.0.kept": torch.zeros(1)})
+    plan_slicing(source, selection)
+
+
+ENTRANCES = (inspect, plan, load, cut)
 
 
 def change_config(folder, **changes):
