@@ -5,7 +5,6 @@ artifact's lineage. This module imports neither torch nor transformers, so that 
 """
 
 import difflib
-import itertools
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -151,16 +150,3 @@ def read_recipe(path: Path) -> Recipe:
         raise RecipeError(f"{path} holds no settings")
     settings = cast(dict[str, Any], values)
     return validate(Recipe, settings, str(path))
-
-
-def shipped_recipes() -> list[tuple[Path, str]]:
-    """The recipes of the source tree that lapcli runs from, each with the first sentence of its header."""
-    root = Path(__file__).resolve().parent.parent / "recipes"
-    return [(path, _summary(path)) for path in sorted(root.rglob("*.yaml"))]
-
-
-def _summary(path: Path) -> str:
-    header = itertools.takewhile(
-        lambda line: line.startswith("#") and line.strip() != "#", path.read_text().splitlines()
-    )
-    return " ".join(line.removeprefix("#").strip() for line in header)

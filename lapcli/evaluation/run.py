@@ -98,6 +98,7 @@ def plan_evaluation(
     plan = EvaluationPlan(tuple(infos), max_length, requests, known)
     _check_names(plan.to_measure())
     for label, source in models:
+        assert source.headers  # raises where the weights are damaged or do not fit the config
         if any(info.kind == "niah" for info in plan.missing(label)):
             check_lengths(settings, load_tokenizer(source, trust_remote_code=trust_remote_code))
     return plan
