@@ -1,12 +1,13 @@
 """Settings of the machine: where and in which precision something runs. Never hashed into a lineage."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lapcli.errors import ModelError, UsageError
+from lapcli.families.base import StatefulLayer
 from lapcli.reporting import Reporter
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -68,18 +69,42 @@ class Machine:
         stored = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"
         return _DTYPES.get(stored, torch.bfloat16)
 
-    def check(self, config: Mapping[str, Any]) -> None:
+    def check(
+        self, config: Mapping[str, Any], layers: Sequence[StatefulLayer] = (), *, needs_gradient: bool = False
+    ) -> None:
         """Refuse, before any work, a device, dtype or kernel that cannot be.
+
+        Args:
+            config: of the model.
+            layers: its stateful layers, where lapcli's own kernels will run them.
+            needs_gradient: whether a backward pass will run.
 
         Raises:
             UsageError: one of the names is none.
+            ModelError: a kernel asked for by name cannot run such layers here, or `require_fast` is set and none can.
         """
-        from lapkernels.delta_rule import IMPLEMENTATIONS
+        from lapkernels.delta_rule import IMPLEMENTATIONS, select_impl, why_not
 
-        self.torch_device()
-        self.torch_dtype(config)
+        device, dtype = self.torch_device(), self.torch_dtype(config)
         if self.kernel not in IMPLEMENTATIONS:
             raise UsageError(f"--kernel {self.kernel!r} is none of {', '.join(IMPLEMENTATIONS)}")
+        for layer in layers[:1]:
+            shape: dict[str, Any] = {"key_width": layer.key_width, "gated": layer.gated}
+            if self.kernel != "auto":
+                wrong = why_not(self.kernel, device, dtype, needs_gradient=needs_gradient, **shape)
+                if wrong is not None:
+                    raise ModelError(f"--kernel {self.kernel} cannot run here: {wrong}", "use --kernel auto")
+                self._require_fast(self.kernel, "asked for by name")
+            else:
+                choice = select_impl(device, dtype, time=2, needs_gradient=needs_gradient, **shape)
+                self._require_fast(choice.name, choice.reason)
+
+    def _require_fast(self, name: str, reason: str) -> None:
+        if self.require_fast and name not in ("fla", "triton"):
+            raise ModelError(
+                f"--require-fast: the {name} kernel would run ({reason})",
+                "install 'lapcli[gpu]' on a machine with a CUDA device, or drop --require-fast",
+            )
 
     def announce(self, model: Any, reporter: Reporter, *, needs_gradient: bool = False) -> None:
         """Say in one line which kernel of the delta rule runs, or refuse when a fast one was required and none does.
@@ -107,9 +132,5 @@ class Machine:
             )
             if wrong is not None:
                 raise ModelError(f"--kernel {name} cannot compute gradients here: {wrong}", "use --kernel auto")
-        if self.require_fast and name not in ("fla", "triton"):
-            raise ModelError(
-                f"--require-fast: the {name} kernel would run ({reason})",
-                "install 'lapcli[gpu]' on a machine with a CUDA device, or drop --require-fast",
-            )
+        self._require_fast(name, reason)
         reporter.notice(f"kernel: {name} ({reason}), {str(model.dtype).removeprefix('torch.')} on {model.device}")

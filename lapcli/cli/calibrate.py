@@ -60,6 +60,8 @@ def run(
 
     reporter = display.DisplayReporter(quiet or as_json)
     layers = check_calibration(source, settings, reporter)
+    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
+    machine.check(source.config, layers, needs_gradient=grad)
     if dry_run:
         doubles = sum(2 * layer.heads * layer.key_width**2 for layer in layers)
         facts = {
@@ -72,8 +74,6 @@ def run(
         }
         display.would_do(facts, as_json)
         return
-    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
-    machine.check(source.config)
     with directory.lock():
         artifact, worked = calibrate(
             source, settings, target, machine=machine, saliency=grad, overwrite=overwrite, reporter=reporter

@@ -58,14 +58,15 @@ def run(
         "calibration": _calibration_cost(plan.calibration_ready, plan.tokens, calibration.data, plan.needs_saliency),
         "writes": f"{directory.calibration}, {directory.selection.name}, {directory.sliced.name}/",
     }
+    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
+    layers = () if plan.calibration_ready else plan.layers
+    machine.check(source.config, layers, needs_gradient=plan.needs_saliency)
     if dry_run:
         if as_json:
             display.emit({"dry_run": True, **plan_document(plan)})
         else:
             display.facts("would do (nothing was done)", facts)
         return
-    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
-    machine.check(source.config)
     with directory.lock():
         result = prune(
             source, calibration, selection, directory, machine=machine, overwrite=overwrite, reporter=reporter

@@ -54,7 +54,8 @@ def run(
 
     pruning = plan_pruning(source, plan.calibration, plan.selection, directory, overwrite=overwrite)
     machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
-    machine.check(source.config)
+    layers = () if pruning.calibration_ready else pruning.layers
+    machine.check(source.config, layers, needs_gradient=pruning.needs_saliency)
     if plan.evaluation is not None:
         from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
         from lapcli.stages.evaluation import evaluate_into, models_of, plan_stage

@@ -52,6 +52,7 @@ class StatefulLayer:
         key_width: `K`.
         value_width: `V`.
         members: all tensors that must be cut together.
+        gated: whether the state decays.
     """
 
     index: int
@@ -61,6 +62,7 @@ class StatefulLayer:
     key_width: int
     value_width: int
     members: tuple[Member, ...]
+    gated: bool = True
 
     def state_bytes(self, key_width: int | None = None, itemsize: int = 4) -> int:
         """Size of the layer's state for one sequence, in bytes (fp32 unless told)."""

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lapcli.families.base import Family, Member, Observer, Role, Sizes, StatefulLayer, key_axis_members
 from lapcli.families.fields import bad_field, optional_integer, positive_integer, positive_number, switch
@@ -73,6 +73,9 @@ class Heads:
 class DeltaModels(Family):
     """What the families share: fla's layout on disk, and lapcli's own models with their tap and read scale."""
 
+    gated: ClassVar[bool] = True
+    """Whether the state decays."""
+
     @abstractmethod
     def heads(self, config: Mapping[str, Any]) -> Heads:
         """The heads of a layer, by the library's own arithmetic.
@@ -97,6 +100,7 @@ class DeltaModels(Family):
                 key_width=heads.key_width,
                 value_width=heads.value_width,
                 members=delta_members(config, _mixer(index), heads.key_width),
+                gated=self.gated,
             )
             for index in range(positive_integer(config, "num_hidden_layers"))
             if index not in skipped

@@ -26,6 +26,7 @@ class DeltaNet(DeltaModels):
 
     name = "delta_net"
     model_types = ("delta_net",)
+    gated = False
     tested = "masked oracle, reload by stock fla config classes; fla's own kernels and model on an H200"
 
     def heads(self, config: Mapping[str, Any]) -> Heads:
