@@ -89,6 +89,14 @@ class Machine:
         if self.kernel not in IMPLEMENTATIONS:
             raise UsageError(f"--kernel {self.kernel!r} is none of {', '.join(IMPLEMENTATIONS)}")
         for layer in layers[:1]:
+            if layer.keys is not None:
+                # A stock model: its library binds the kernels.
+                if self.kernel != "auto":
+                    raise UsageError(
+                        f"--kernel {self.kernel}: transformers, which runs this model, chooses its kernels itself",
+                        "use --kernel auto",
+                    )
+                break
             shape: dict[str, Any] = {"key_width": layer.key_width, "gated": layer.gated}
             if self.kernel != "auto":
                 wrong = why_not(self.kernel, device, dtype, needs_gradient=needs_gradient, **shape)
@@ -107,16 +115,19 @@ class Machine:
             )
 
     def announce(self, model: Any, reporter: Reporter, *, needs_gradient: bool = False) -> None:
-        """Say in one line which kernel of the delta rule runs, or refuse when a fast one was required and none does.
+        """Say in one line which kernels run, or refuse when fast ones were required and some are not.
 
         Args:
-            model: one of lapcli's own models.
+            model: one of lapcli's own models, or a stock one.
             reporter: where the line goes.
             needs_gradient: whether a backward pass will follow.
 
         Raises:
             ModelError: `require_fast` is set and the PyTorch path runs.
         """
+        if not hasattr(model, "kernel_choice"):
+            self._announce_library(model, reporter)
+            return
         name, reason = model.kernel_choice(2, training=needs_gradient)
         if needs_gradient and self.kernel == name:
             from lapkernels.delta_rule import why_not
@@ -134,3 +145,22 @@ class Machine:
                 raise ModelError(f"--kernel {name} cannot compute gradients here: {wrong}", "use --kernel auto")
         self._require_fast(name, reason)
         reporter.notice(f"kernel: {name} ({reason}), {str(model.dtype).removeprefix('torch.')} on {model.device}")
+
+    def _announce_library(self, model: Any, reporter: Reporter) -> None:
+        from lapcli.families.library_kernels import kernels_of
+
+        found = kernels_of(model)
+        slow = sorted(name for name, package in found.items() if package == "PyTorch")
+        if self.require_fast and (slow or not found):
+            raise ModelError(
+                f"--require-fast: transformers' PyTorch functions would run ({', '.join(slow) or 'all'})",
+                "install flash-linear-attention, causal-conv1d and mamba-ssm beside a CUDA device, "
+                "or drop --require-fast",
+            )
+        packages = sorted({package for package in found.values() if package != "PyTorch"})
+        where = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+        if not packages:
+            reporter.notice(f"kernels: transformers' PyTorch functions, {where}")
+        else:
+            rest = f", PyTorch for {', '.join(slow)}" if slow else ""
+            reporter.notice(f"kernels: {', '.join(packages)} through transformers{rest}, {where}")

@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.utils.hooks import RemovableHandle
 
-Role = Literal["key projection", "query projection", "key convolution", "query convolution"]
+Role = Literal[
+    "key projection",
+    "query projection",
+    "key convolution",
+    "query convolution",
+    "key convolution bias",
+    "query convolution bias",
+    "gate projection",
+    "gate bias",
+]
+"""`key` and `query` are B and C in Mamba-2; a gate is a member where it decays each key channel by itself."""
 
 Sizes = tuple[tuple[str, int], ...]
 """A tensor's shape, axis by axis: what of the config gives the length, and the length."""
@@ -41,18 +51,61 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Tap:
+    """Where keys or queries of a layer can be taken in memory: a projection, and the short convolution after it.
+
+    Head `h` owns the `K` consecutive channels from `offset + h * stride` on, in the projection's output and, with its
+    own numbers, in the convolution's channels.
+
+    Attributes:
+        projection: name of the linear module.
+        stride: in its output, from one head to the next.
+        offset: of the first head in its output.
+        convolution: name of the module with a depthwise `weight` `[channels, 1, taps]` and maybe a `bias`; `None` where
+            there is none.
+        convolution_stride: likewise among its channels.
+        convolution_offset: likewise.
+        activation: transformers' name of what follows the convolution (or the projection).
+    """
+
+    projection: str
+    stride: int
+    offset: int = 0
+    convolution: str | None = None
+    convolution_stride: int = 0
+    convolution_offset: int = 0
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The short convolution of a layer, all parts together.
+
+    Attributes:
+        channels: all of them, values too.
+        taps: its length; a sequence keeps that many inputs of each channel.
+    """
+
+    channels: int
+    taps: int
+
+
+@dataclass(frozen=True)
 class StatefulLayer:
     """A layer that keeps a state, with the coupled group of its key axis.
 
     Attributes:
         index: number of the layer in the model.
         mixer: name of the module in memory that keeps the state.
-        heads: key heads `H`.
-        value_heads: value heads `HV`.
-        key_width: `K`.
-        value_width: `V`.
+        heads: key heads `H`; groups in Mamba-2.
+        value_heads: value heads `HV`, each with a state; value head `j` reads key head `j // (HV // H)`.
+        key_width: `K`; the state size in Mamba-2.
+        value_width: `V`; the head width in Mamba-2.
         members: all tensors that must be cut together.
         gated: whether the state decays.
+        convolution: the short convolution, or `None`.
+        keys: where the keys can be taken in memory; `None` where the family takes them in a way of its own.
+        queries: likewise.
     """
 
     index: int
@@ -63,11 +116,22 @@ class StatefulLayer:
     value_width: int
     members: tuple[Member, ...]
     gated: bool = True
+    convolution: Convolution | None = None
+    keys: Tap | None = None
+    queries: Tap | None = None
 
     def state_bytes(self, key_width: int | None = None, itemsize: int = 4) -> int:
         """Size of the layer's state for one sequence, in bytes (fp32 unless told)."""
         width = self.key_width if key_width is None else key_width
         return self.value_heads * width * self.value_width * itemsize
+
+    def convolution_bytes(self, key_width: int | None = None, itemsize: int = 2) -> int:
+        """Size of the inputs that the short convolution keeps for one sequence, in bytes (bf16 unless told)."""
+        if self.convolution is None:
+            return 0
+        cut = 0 if key_width is None else self.key_width - key_width
+        keys_and_queries = sum(member.role in ("key convolution", "query convolution") for member in self.members)
+        return (self.convolution.channels - keys_and_queries * self.heads * cut) * self.convolution.taps * itemsize
 
 
 class Observer(Protocol):
@@ -78,12 +142,15 @@ class Observer(Protocol):
         ...
 
     def queries_keys(self, q: "Tensor", k: "Tensor") -> "tuple[Tensor, Tensor] | None":
-        """See q and k `[B, T, H, K]` after convolution and activation, before any norm; may replace them."""
+        """See q and k `[B, T, H, K]` after convolution and activation, before any norm.
+
+        What is returned replaces them in lapcli's own models; stock models go on with theirs.
+        """
         ...
 
 
 class Family(ABC):
-    """One model family. Each member's sentence is its contract."""
+    """One model family. Each member's sentence is its contract; `docs/add-a-family.md` shows how to write one."""
 
     name: ClassVar[str]
     """What artifacts and messages call it."""
@@ -102,29 +169,32 @@ class Family(ABC):
             ModelError: a field has no usable value.
         """
 
-    @abstractmethod
     def tensors(self, config: Mapping[str, Any]) -> dict[str, Sizes]:
-        """Declare every tensor that a checkpoint with this config has, in the model's order."""
+        """Declare tensors that a checkpoint with this config must have, with their shapes, in the model's order.
 
-    @abstractmethod
+        By default none but the members of the coupled groups is known, and those are looked at where they are cut.
+        """
+        return {}
+
     def undeclared(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """How the names of further tensors may begin, of which the family says nothing."""
+        """How the names of further tensors may begin, of which the family says nothing; by default in any way."""
+        return ("",)
 
     @abstractmethod
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Return the config that says the new truth, also in the library's own float arithmetic."""
 
-    @abstractmethod
     def attach(self, model: "Module", layer: StatefulLayer, observer: Observer) -> "list[RemovableHandle]":
-        """Let `observer` see the layer's activations until the handles are removed."""
+        """Let `observer` see the layer's activations until the handles are removed; by default through its taps."""
+        from lapcli.families.taps import attach_taps
 
-    @abstractmethod
+        return attach_taps(model, layer, observer)
+
     def parameter(self, model: "Module", layer: StatefulLayer, member: Member) -> "Parameter":
-        """The parameter in memory that holds a member, in the layout it has on disk."""
-
-    @abstractmethod
-    def pin_read_scale(self, model: "Module", layer: StatefulLayer, scale: float) -> None:
-        """Make the layer read with `scale` whatever its key width; the masked oracle needs it."""
+        """The parameter in memory that holds a projection, in the layout it has on disk."""
+        tap = layer.keys if member.role == "key projection" else layer.queries
+        assert tap is not None
+        return model.get_parameter(f"{tap.projection}.weight")
 
 
 def key_axis_members(prefix: str, parts: Sequence[tuple[str, Role]], key_width: int) -> tuple[Member, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lapcli.families.base import Family, Member, Observer, Role, Sizes, StatefulLayer, key_axis_members
+from lapcli.families.base import Convolution, Family, Member, Observer, Role, Sizes, StatefulLayer, key_axis_members
 from lapcli.families.fields import bad_field, optional_integer, positive_integer, positive_number, switch
 
 if TYPE_CHECKING:
@@ -70,6 +70,13 @@ class Heads:
     value_channels: tuple[str, int]
 
 
+def _convolution(config: Mapping[str, Any], heads: Heads) -> Convolution | None:
+    if not switch(config, "use_short_conv", True):
+        return None
+    channels = 2 * heads.key_channels[1] + heads.value_channels[1]
+    return Convolution(channels, optional_integer(config, "conv_size", 4))
+
+
 class DeltaModels(Family):
     """What the families share: fla's layout on disk, and lapcli's own models with their tap and read scale."""
 
@@ -101,6 +108,7 @@ class DeltaModels(Family):
                 value_width=heads.value_width,
                 members=delta_members(config, _mixer(index), heads.key_width),
                 gated=self.gated,
+                convolution=_convolution(config, heads),
             )
             for index in range(positive_integer(config, "num_hidden_layers"))
             if index not in skipped
@@ -173,8 +181,3 @@ class DeltaModels(Family):
     def parameter(self, model: "Module", layer: StatefulLayer, member: Member) -> "Parameter":
         """Names in memory are the names on disk."""
         return model.get_parameter(member.tensor)
-
-    def pin_read_scale(self, model: "Module", layer: StatefulLayer, scale: float) -> None:
-        """Set the mixer's read scale, `K^-1/2` otherwise."""
-        mixer: Any = model.get_submodule(layer.mixer)
-        mixer.read_scale = scale

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lapcli.errors import ModelError
+from lapcli.families.library_kernels import choose_kernels
 from lapcli.families.source import (
     DEFAULT_MODEL,
     ModelSource,
@@ -126,6 +127,7 @@ def load_model(
     model, loaded = found
     _refuse_partial(source, loaded)
     model = model.to(device).eval()
+    choose_kernels(model, torch.device(device).type)
     if own is not None:
         # After the move: whether a kernel can run depends on the device.
         model.set_kernel(kernel)

@@ -7,8 +7,18 @@ from lapcli.errors import FamilyError
 from lapcli.families.base import Family
 from lapcli.families.delta_net import DeltaNet
 from lapcli.families.gated_deltanet import GatedDeltaNet
+from lapcli.families.mamba2 import Mamba2
+from lapcli.families.qwen3_next import Qwen3Next
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GatedDeltaNet(), DeltaNet())}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        GatedDeltaNet(),
+        DeltaNet(),
+        Qwen3Next(),
+        Mamba2(),
+    )
+}
 """The families by name."""
 
 

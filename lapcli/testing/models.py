@@ -72,8 +72,8 @@ def tiny_delta_net(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", 
     return _write(DeltaNetForCausalLM, DeltaNetConfig(**settings), folder, seed, max_shard_size)
 
 
-def _write(model_class: type[PreTrainedModel], config: Any, folder: Path, seed: int, max_shard_size: str) -> Path:
-    model: Any = model_class(config)
+def fill_weights(model: PreTrainedModel, seed: int) -> None:
+    """Draw matrices, filters and embeddings of N(0, 0.25 / fan-in), and the gates' decays and biases of U(-1, 1)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -83,6 +83,11 @@ def _write(model_class: type[PreTrainedModel], config: Any, folder: Path, seed: 
             elif name.endswith(("A_log", "dt_bias")):
                 # The model's own start is random too, but not from this seed.
                 parameter.uniform_(-1.0, 1.0, generator=generator)
+
+
+def _write(model_class: type[PreTrainedModel], config: Any, folder: Path, seed: int, max_shard_size: str) -> Path:
+    model: Any = model_class(config)
+    fill_weights(model, seed)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     byte_tokenizer().save_pretrained(folder)

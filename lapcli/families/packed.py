@@ -1,0 +1,169 @@
+"""Layouts that several stock families share: Gated DeltaNet in Qwen's naming, and Mamba-2's packed projection."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lapcli.families.base import Convolution, Member, StatefulLayer, Tap
+from lapcli.families.fields import bad_field, positive_integer
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config: the nested one of a multimodal model, else the whole."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def with_text_part(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The config with fields of the language model's part changed, wherever that is."""
+    part = {**text_part(config), **changes}
+    return {**config, "text_config": part} if "text_config" in config else part
+
+
+def layers_of_type(config: Mapping[str, Any], *kinds: str) -> list[int]:
+    """The numbers of the layers that `layer_types` says are of one of these kinds.
+
+    Raises:
+        ModelError: the list is missing, or does not have one entry for each layer.
+    """
+    count = positive_integer(config, "num_hidden_layers")
+    types = config.get("layer_types")
+    if not isinstance(types, Sequence) or isinstance(types, str) or len(types) != count:
+        raise bad_field("layer_types", types, f"a list of num_hidden_layers = {count} names")
+    return [index for index, kind in enumerate(types) if kind in kinds]
+
+
+@dataclass(frozen=True)
+class LinearHeads:
+    """Heads of a Gated DeltaNet layer as Qwen's configs say them.
+
+    Attributes:
+        key: key heads.
+        value: value heads.
+        key_width: of a head.
+        value_width: of a head.
+        taps: length of the short convolution.
+    """
+
+    key: int
+    value: int
+    key_width: int
+    value_width: int
+    taps: int
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> "LinearHeads":
+        """From `linear_*` fields.
+
+        Raises:
+            ModelError: a field has no usable value.
+        """
+        key, value = (
+            positive_integer(config, "linear_num_key_heads"),
+            positive_integer(config, "linear_num_value_heads"),
+        )
+        if value % key:
+            raise bad_field("linear_num_value_heads", value, f"a multiple of linear_num_key_heads = {key}")
+        return cls(
+            key,
+            value,
+            positive_integer(config, "linear_key_head_dim"),
+            positive_integer(config, "linear_value_head_dim"),
+            positive_integer(config, "linear_conv_kernel_dim"),
+        )
+
+    @property
+    def key_channels(self) -> int:
+        """Of all key heads."""
+        return self.key * self.key_width
+
+    @property
+    def value_channels(self) -> int:
+        """Of all value heads."""
+        return self.value * self.value_width
+
+    def layer(self, index: int, mixer: str, members: Sequence[Member], *, queries: Tap, keys: Tap) -> StatefulLayer:
+        """A layer with these heads."""
+        return StatefulLayer(
+            index=index,
+            mixer=mixer,
+            heads=self.key,
+            value_heads=self.value,
+            key_width=self.key_width,
+            value_width=self.value_width,
+            members=tuple(members),
+            convolution=Convolution(2 * self.key_channels + self.value_channels, self.taps),
+            queries=queries,
+            keys=keys,
+        )
+
+    def convolution_members(self, tensor: str) -> tuple[Member, Member]:
+        """One convolution over all of [q, k, v], each with its heads side by side."""
+        return (
+            Member(tensor, "query convolution", self.key_width),
+            Member(tensor, "key convolution", self.key_width, offset=self.key_channels),
+        )
+
+
+@dataclass(frozen=True)
+class MambaGroups:
+    """Sizes of a Mamba-2 mixer, whatever a config calls them.
+
+    Attributes:
+        heads: each with a state.
+        head_width: `V`.
+        groups: which share B and C, the keys and queries.
+        state_width: `K`.
+        taps: length of the short convolution.
+        bias: whether the convolution has one.
+        activation: after the convolution.
+    """
+
+    heads: int
+    head_width: int
+    groups: int
+    state_width: int
+    taps: int
+    bias: bool
+    activation: str = "silu"
+
+    def layer(self, index: int, *, disk: str, memory: str) -> StatefulLayer:
+        """A layer whose `in_proj` has the rows [z, x, B, C, dt] and whose `conv1d` has the channels [x, B, C].
+
+        Args:
+            index: of the layer.
+            disk: how its mixer's tensors begin in the checkpoint.
+            memory: name of its mixer as a module.
+        """
+        inner, side, width = self.heads * self.head_width, self.groups * self.state_width, self.state_width
+        convolution = f"{disk}.conv1d"
+        members = [
+            Member(f"{disk}.in_proj.weight", "key projection", width, offset=2 * inner),
+            Member(f"{disk}.in_proj.weight", "query projection", width, offset=2 * inner + side),
+            Member(f"{convolution}.weight", "key convolution", width, offset=inner),
+            Member(f"{convolution}.weight", "query convolution", width, offset=inner + side),
+        ]
+        if self.bias:
+            members += [
+                Member(f"{convolution}.bias", "key convolution bias", width, offset=inner),
+                Member(f"{convolution}.bias", "query convolution bias", width, offset=inner + side),
+            ]
+
+        def tap(before: int) -> Tap:
+            return Tap(
+                f"{memory}.in_proj", width, 2 * inner + before, f"{memory}.conv1d", width, inner + before,
+                self.activation,
+            )  # fmt: skip
+
+        return StatefulLayer(
+            index=index,
+            mixer=memory,
+            heads=self.groups,
+            value_heads=self.heads,
+            key_width=width,
+            value_width=self.head_width,
+            members=tuple(members),
+            convolution=Convolution(inner + 2 * side, self.taps),
+            keys=tap(0),
+            queries=tap(side),
+        )

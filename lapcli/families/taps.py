@@ -1,0 +1,103 @@
+"""Take keys and queries out of a stock model: from the output of its projections, which every library has as modules.
+
+What follows them, a short depthwise convolution and an activation, is done again here for the key and query channels
+alone. So it does not matter whether the library runs it as a module, as a function or inside one kernel with all the
+rest, and no library function is replaced; it costs two small convolutions a layer and no memory beyond one layer's keys
+and queries. Positions that the attention mask leaves out are zeros, which add nothing to any sum.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.activations import ACT2FN
+
+from lapcli.families.base import Observer, StatefulLayer, Tap
+
+
+@dataclass
+class _Taking:
+    """One layer under observation, and what has come of its forward pass so far."""
+
+    model: nn.Module
+    layer: StatefulLayer
+    observer: Observer
+    mask: Tensor | None = None
+    projected: dict[str, Tensor] = field(default_factory=dict)
+
+    def begin(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the mixer: remember which positions count."""
+        mask = kwargs.get("attention_mask")
+        self.mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        self.projected.clear()
+
+    def take(self, name: str, inputs: Tensor, output: Tensor) -> None:
+        """After a projection: keep its output; when all are there, show the observer keys and queries."""
+        keys, queries = self.layer.keys, self.layer.queries
+        assert keys is not None
+        assert queries is not None
+        if not self.projected:
+            self.observer.mixer_input(self._counted(inputs))
+        self.projected[name] = output
+        if {keys.projection, queries.projection} <= self.projected.keys():
+            q, k = (self._channels(tap) for tap in (queries, keys))
+            self.projected.clear()
+            self.observer.queries_keys(q, k)
+
+    def _channels(self, tap: Tap) -> Tensor:
+        """`[B, T, H, K]` after convolution and activation."""
+        layer = self.layer
+        values = _heads(self.projected[tap.projection], tap.offset, tap.stride, layer)
+        if tap.convolution is not None:
+            values = _convolved(values, self.model.get_submodule(tap.convolution), tap, layer)
+        return self._counted(ACT2FN[tap.activation](values))
+
+    def _counted(self, values: Tensor) -> Tensor:
+        if self.mask is None or self.mask.shape != values.shape[:2]:
+            return values
+        shape = (*self.mask.shape, *(1,) * (values.ndim - 2))
+        return torch.where(self.mask.bool().view(shape).to(values.device), values, 0)
+
+
+def attach_taps(model: nn.Module, layer: StatefulLayer, observer: Observer) -> list[RemovableHandle]:
+    """Let an observer see a layer of a stock model through its taps.
+
+    Args:
+        model: the stock model. Passes over cached tokens are not for observation.
+        layer: with `keys` and `queries`.
+        observer: called once a forward pass.
+
+    Returns:
+        Handles that end it.
+    """
+    assert layer.keys is not None
+    assert layer.queries is not None
+    taking = _Taking(model, layer, observer)
+    handles = [model.get_submodule(layer.mixer).register_forward_pre_hook(taking.begin, with_kwargs=True)]
+    for name in dict.fromkeys((layer.keys.projection, layer.queries.projection)):
+
+        def after(_module: nn.Module, args: tuple[Any, ...], output: Tensor, name: str = name) -> None:
+            taking.take(name, args[0], output)
+
+        handles.append(model.get_submodule(name).register_forward_hook(after))
+    return handles
+
+
+def _heads(values: Tensor, offset: int, stride: int, layer: StatefulLayer) -> Tensor:
+    """The channels of every head out of the last axis: `[..., H, K]`."""
+    last = offset + (layer.heads - 1) * stride + layer.key_width
+    starts = values[..., offset:last].unfold(-1, layer.key_width, stride)
+    return starts
+
+
+def _convolved(values: Tensor, convolution: Any, tap: Tap, layer: StatefulLayer) -> Tensor:
+    """The causal depthwise convolution over time of `[B, T, H, K]`, with the filters of just these channels."""
+    place = (tap.convolution_offset, tap.convolution_stride, layer)
+    filters = _heads(convolution.weight.squeeze(1).T, *place).flatten(1).T.unsqueeze(1)
+    bias = None if convolution.bias is None else _heads(convolution.bias, *place).flatten()
+    channels = values.flatten(2).transpose(1, 2).to(filters.dtype)
+    past = F.pad(channels, (filters.shape[-1] - 1, 0))
+    return F.conv1d(past, filters, bias, groups=len(filters)).transpose(1, 2).unflatten(-1, values.shape[2:])

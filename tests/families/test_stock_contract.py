@@ -1,0 +1,220 @@
+"""The contract for families that run through stock transformers: what is sliced is what is masked, and loads as it is.
+
+The oracle wraps the library's own recurrence functions, so it shares nothing with an adapter but the kept channels.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lapcli.artifacts import Lineage, write_artifact
+from lapcli.families.loading import load_model, resolve_model
+from lapcli.families.registry import family_for
+from lapcli.stages.slicing import slice_model
+from lapcli.testing.oracle import masked, relative_error
+from lapcli.testing.stock_models import STOCK_MODELS, tiny_stock_model
+
+FP32 = 1e-5  # the oracle's bound on weights of N(0, 0.25 / fan-in): a few hundred roundings of a sum of that length
+KEPT = 11
+
+VARIANTS = {
+    **{name: (name, {}) for name in STOCK_MODELS},
+    "qwen3_next-tied-sharded": ("qwen3_next", {"tie_word_embeddings": True, "max_shard_size": "60KB"}),
+    "qwen3_next-as-many-value-heads": ("qwen3_next", {"linear_num_value_heads": 2}),
+    "mamba2-8-groups": ("mamba2", {"n_groups": 8}),
+    "mamba2-no-bias": ("mamba2", {"use_conv_bias": False, "tie_word_embeddings": True}),
+}
+IDS = torch.randint(3, 259, (2, 108), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def base(request, tmp_path_factory):
+    model_type, config = VARIANTS[request.param]
+    return resolve_model(str(tiny_stock_model(model_type, tmp_path_factory.mktemp(request.param) / "base", **config)))
+
+
+def layers_of(source):
+    return family_for(source.config).layers(source.config)
+
+
+def random_kept(source, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        layer.index: torch.stack(
+            [torch.randperm(layer.key_width, generator=generator)[:width].sort().values for _ in range(layer.heads)]
+        )
+        for layer in layers_of(source)
+    }
+
+
+def sliced_by(source, kept, folder: Path):
+    lineage = Lineage("selection", source.describe(), "any", {"method": "by hand", "kept_width": 0})
+    tensors = {f"layers.{index}.kept": rows for index, rows in kept.items()}
+    selection = write_artifact(folder / "selection.safetensors", lineage, tensors)
+    slice_model(source, selection, folder / "sliced")
+    return resolve_model(str(folder / "sliced"))
+
+
+@pytest.fixture(scope="module")
+def sliced(base, tmp_path_factory):
+    return sliced_by(base, random_kept(base, KEPT), tmp_path_factory.mktemp("slice"))
+
+
+def in_parts(model, ids, *lengths):
+    """Logits of a cached pass over parts of the given lengths, in order."""
+    parts, cache, start = [], None, 0
+    with torch.no_grad():
+        for length in lengths:
+            positions = torch.arange(start, start + length).expand(len(ids), -1)
+            out = model(
+                input_ids=ids[:, start : start + length],
+                position_ids=positions,
+                use_cache=True,
+                **({} if cache is None else {cache_name(model): cache}),
+            )
+            cache = getattr(out, "past_key_values", None)
+            if cache is None:
+                cache = getattr(out, "cache", None) or out.cache_params
+            parts.append(out.logits)
+            start += length
+    return torch.cat(parts, 1)
+
+
+def cache_name(model):
+    import inspect
+
+    names = inspect.signature(type(model).forward).parameters
+    return next(name for name in ("past_key_values", "cache", "cache_params") if name in names)
+
+
+def logits(model, ids, **options):
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False, **options).logits
+
+
+def test_sliced_equals_masked(base, sliced):
+    kept = random_kept(base, KEPT)
+    whole, small = load_model(base), load_model(sliced)
+    family, layers = family_for(base.config), layers_of(base)
+    wanted = {}
+    with masked(whole, family, layers, kept):
+        wanted["prefill"] = logits(whole, IDS)
+        wanted["decode"] = in_parts(whole, IDS, 90, 1, 1, 1)
+    assert relative_error(logits(small, IDS), wanted["prefill"]) < FP32
+    assert relative_error(in_parts(small, IDS, 90, 1, 1, 1), wanted["decode"]) < FP32
+    # The oracle would also pass if both ignored the cut: the unmasked model must differ.
+    assert relative_error(logits(whole, IDS), wanted["prefill"]) > 1e-3
+
+
+def test_cached_decode_equals_prefill_and_it_generates(sliced):
+    model = load_model(sliced)
+    assert relative_error(in_parts(model, IDS, 100, 7, 1), logits(model, IDS)) < 2e-5
+    made = model.generate(IDS[:, :20], max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert made.shape == (2, 24)
+
+
+def test_left_pads_change_nothing(sliced):
+    model = load_model(sliced)
+    pads = torch.full((1, 5), 7)
+    row = IDS[:1, :40]
+    mask = torch.cat((torch.zeros(1, 5, dtype=torch.long), torch.ones(1, 40, dtype=torch.long)), 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = logits(model, torch.cat((pads, row), 1), attention_mask=mask, position_ids=positions)[:, 5:]
+    assert relative_error(found, logits(model, row)) < FP32
+    other = logits(model, torch.cat((pads + 9, row), 1), attention_mask=mask, position_ids=positions)[:, 5:]
+    assert torch.equal(found, other)
+
+
+def test_everything_else_stays(base, sliced):
+    layers = layers_of(base)
+    cut = {member.tensor for layer in layers for member in layer.members}
+    assert sliced.tensors.keys() == base.tensors.keys()
+    for name, (header, entry) in base.tensors.items():
+        new_header, new_entry = sliced.tensors[name]
+        assert new_header.path.name == header.path.name
+        assert new_entry.dtype == entry.dtype
+        old = header.path.read_bytes()[entry.start : entry.start + entry.nbytes]
+        new = new_header.path.read_bytes()[new_entry.start : new_entry.start + new_entry.nbytes]
+        assert (len(new) < len(old)) if name in cut else old == new, name
+    for before, after in zip(layers, layers_of(sliced), strict=True):
+        assert (after.key_width, after.value_width) == (KEPT, before.value_width)
+        assert (after.heads, after.value_heads) == (before.heads, before.value_heads)
+
+
+def test_keeping_all_channels_is_the_identity(base, tmp_path):
+    same = sliced_by(base, random_kept(base, layers_of(base)[0].key_width), tmp_path)
+    for header in base.headers:
+        assert (same.path / header.path.name).read_bytes() == header.path.read_bytes()
+
+
+def test_the_state_has_the_bytes_that_the_layers_say(sliced):
+    model = load_model(sliced)
+    with torch.no_grad():
+        out = model(input_ids=IDS[:1, :40], use_cache=True)
+    cache = getattr(out, "past_key_values", None) or getattr(out, "cache", None) or out.cache_params
+    for layer in layers_of(sliced):
+        state = cache.get_recurrent_state(layer.index, state_idx=0)
+        assert state.numel() * state.element_size() == layer.state_bytes()
+        window = cache.get_conv_state(layer.index, state_idx=0)
+        assert window.shape[1] == layer.convolution_bytes(itemsize=1) // layer.convolution.taps
+
+
+def test_saved_again_and_loaded_it_is_the_same(sliced, tmp_path):
+    first = load_model(sliced)
+    first.save_pretrained(tmp_path / "again")
+    again = resolve_model(str(tmp_path / "again"))
+    assert {name: entry.shape for name, (_h, entry) in again.tensors.items()} == {
+        name: entry.shape for name, (_h, entry) in sliced.tensors.items()
+    }
+    assert torch.equal(logits(first, IDS), logits(load_model(again), IDS))
+
+
+FRESH = """
+import json, sys
+for name in ("fla", "causal_conv1d", "mamba_ssm"):
+    sys.modules[name] = None  # not lapcli's doing: here transformers itself must take its PyTorch path
+import torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, output_loading_info=True)
+assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+ids = torch.tensor(json.loads(sys.argv[2]))
+with torch.no_grad():
+    logits = model.eval()(input_ids=ids, use_cache=False).logits
+torch.save(logits, sys.argv[3])
+assert "lapcli" not in sys.modules
+"""
+
+
+def test_stock_transformers_loads_it_in_a_fresh_process(sliced, tmp_path):
+    ids = json.dumps(IDS[:, :30].tolist())
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(sliced.path), ids, str(tmp_path / "logits.pt")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = logits(load_model(sliced), IDS[:, :30])
+    assert relative_error(torch.load(tmp_path / "logits.pt"), wanted) < FP32
+
+
+def test_calibration_sees_what_the_library_computes(base):
+    """Keys and queries taken through the taps equal those that the library gives its recurrence, pads left out."""
+    from lapcli.stages.observation import observe
+    from lapcli.testing.oracle import seen_by_the_recurrence
+
+    model, family, layers = load_model(base), family_for(base.config), layers_of(base)
+    mask = torch.ones_like(IDS)
+    mask[0, :9] = 0
+    observation = observe(layers)
+    with torch.no_grad(), observation.attached(family, model), seen_by_the_recurrence(model, layers) as seen:
+        model(input_ids=IDS, attention_mask=mask, use_cache=False)
+    for sums in observation.layers:
+        queries, keys = seen[sums.layer.index]
+        for values, gram in ((queries, sums.gram_query), (keys, sums.gram_key)):
+            heads = values[mask.bool()].double().transpose(0, 1)
+            assert heads.shape[0] == sums.layer.heads
+            assert relative_error(gram, heads.mT @ heads) < 1e-5
