@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lapcli.families.base import Convolution, Member, StatefulLayer, Tap
-from lapcli.families.fields import bad_field, positive_integer
+from lapcli.families.fields import bad_field, optional_integer, positive_integer, positive_number, switch
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -20,17 +20,29 @@ def with_text_part(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     return {**config, "text_config": part} if "text_config" in config else part
 
 
-def layers_of_type(config: Mapping[str, Any], *kinds: str) -> list[int]:
-    """The numbers of the layers that `layer_types` says are of one of these kinds.
+def layers_of_type(config: Mapping[str, Any], *kinds: str, field: str = "layer_types") -> list[int]:
+    """The numbers of the layers that `layer_types`, or another field, says are of one of these kinds.
 
     Raises:
         ModelError: the list is missing, or does not have one entry for each layer.
     """
     count = positive_integer(config, "num_hidden_layers")
-    types = config.get("layer_types")
+    types = config.get(field)
     if not isinstance(types, Sequence) or isinstance(types, str) or len(types) != count:
-        raise bad_field("layer_types", types, f"a list of num_hidden_layers = {count} names")
+        raise bad_field(field, types, f"a list of num_hidden_layers = {count} names")
     return [index for index, kind in enumerate(types) if kind in kinds]
+
+
+def qwen_linear_layers(config: Mapping[str, Any]) -> list[int]:
+    """The numbers of a Qwen model's Gated DeltaNet layers, also where a config says only every how many is none.
+
+    Raises:
+        ModelError: a field has no usable value.
+    """
+    if config.get("layer_types") is not None:
+        return layers_of_type(config, "linear_attention")
+    interval = optional_integer(config, "full_attention_interval", 4)
+    return [index for index in range(positive_integer(config, "num_hidden_layers")) if (index + 1) % interval]
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,25 @@ class LinearHeads:
         )
 
 
+def expanded_width(config: Mapping[str, Any], field: str) -> int:
+    """The inner width of a Mamba mixer: `hidden_size` times the factor in a field, rounded down as libraries do.
+
+    Raises:
+        ModelError: a field has no usable value.
+    """
+    return int(positive_number(config, field) * positive_integer(config, "hidden_size"))
+
+
+def refuse_projection_bias(config: Mapping[str, Any], field: str) -> None:
+    """Refuse a Mamba mixer whose `in_proj` has a bias: its rows of B and C would have to be cut too.
+
+    Raises:
+        ModelError: the field says that there is one.
+    """
+    if switch(config, field, False):
+        raise bad_field(field, True, "false, since lapcli does not cut a bias of in_proj,")
+
+
 @dataclass(frozen=True)
 class MambaGroups:
     """Sizes of a Mamba-2 mixer, whatever a config calls them.
@@ -126,6 +157,31 @@ class MambaGroups:
     taps: int
     bias: bool
     activation: str = "silu"
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], inner: int) -> "MambaGroups":
+        """From the `mamba_*` fields that Bamba and its descendants have.
+
+        Args:
+            config: the parsed `config.json`.
+            inner: channels of all heads together.
+
+        Raises:
+            ModelError: a field has no usable value, or the input projection has a bias.
+        """
+        heads = positive_integer(config, "mamba_n_heads")
+        if inner % heads:
+            raise bad_field("mamba_n_heads", heads, f"a divisor of the mixer's width {inner}")
+        refuse_projection_bias(config, "mamba_proj_bias")
+        return cls(
+            heads=heads,
+            head_width=inner // heads,
+            groups=positive_integer(config, "mamba_n_groups"),
+            state_width=positive_integer(config, "mamba_d_state"),
+            taps=positive_integer(config, "mamba_d_conv"),
+            bias=switch(config, "mamba_conv_bias", True),
+            activation=config.get("hidden_act", "silu"),
+        )
 
     def layer(self, index: int, *, disk: str, memory: str) -> StatefulLayer:
         """A layer whose `in_proj` has the rows [z, x, B, C, dt] and whose `conv1d` has the channels [x, B, C].

@@ -4,22 +4,53 @@ from collections.abc import Mapping
 from typing import Any
 
 from lapcli.errors import FamilyError
+from lapcli.families.bamba import Bamba
 from lapcli.families.base import Family
 from lapcli.families.delta_net import DeltaNet
+from lapcli.families.falcon_h1 import FalconH1
 from lapcli.families.gated_deltanet import GatedDeltaNet
+from lapcli.families.gated_deltaproduct import GatedDeltaProduct
+from lapcli.families.gdn2 import GatedDeltaNet2
+from lapcli.families.gla import GatedLinearAttention
+from lapcli.families.granitemoehybrid import GraniteMoeHybrid
+from lapcli.families.kda import Kda
 from lapcli.families.mamba2 import Mamba2
+from lapcli.families.nemotron_h import NemotronH
+from lapcli.families.olmo_hybrid import OlmoHybrid
+from lapcli.families.qwen3_5 import LaraMini, Qwen4Exp, Qwen35, Qwen35Moe
 from lapcli.families.qwen3_next import Qwen3Next
+from lapcli.families.zamba2 import Zamba2
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         GatedDeltaNet(),
         DeltaNet(),
+        GatedDeltaNet2(),
+        GatedDeltaProduct(),
+        Kda(),
+        GatedLinearAttention(),
         Qwen3Next(),
+        Qwen35(),
+        Qwen35Moe(),
+        Qwen4Exp(),
+        LaraMini(),
+        OlmoHybrid(),
         Mamba2(),
+        Bamba(),
+        FalconH1(),
+        GraniteMoeHybrid(),
+        NemotronH(),
+        Zamba2(),
     )
 }
 """The families by name."""
+
+REFUSED: dict[str, str] = {
+    "rwkv7": "its key width is tied to the hidden size: fla's RWKV-7 has hidden_size / head_dim heads of head_dim key "
+    "channels, so no config says a smaller key width, and a cut checkpoint would not load",
+}
+"""Model types with a key axis that cannot be cut, and why."""
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
@@ -32,9 +63,15 @@ def family_for(config: Mapping[str, Any]) -> Family:
     """The family of a model by the `model_type` of its config.
 
     Raises:
-        FamilyError: the type is missing or unknown; the known ones are listed.
+        FamilyError: the type is missing or unknown, and the known ones are listed; or it cannot be cut.
     """
     family = find_family(config)
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in REFUSED:
+        raise FamilyError(
+            f"{model_type} models cannot be pruned: {REFUSED[model_type]}",
+            "docs/add-a-family.md says what it would take",
+        )
     if family is None:
         known = ", ".join(sorted(name for family in FAMILIES.values() for name in family.model_types))
         raise FamilyError(

@@ -27,6 +27,7 @@ _QWEN = {
     "max_position_embeddings": 512,
     **_IDS,
 }
+_WITHOUT_MLP = {name: value for name, value in _QWEN.items() if name != "intermediate_size"}
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -48,25 +49,196 @@ def _mamba2(config: dict[str, Any]) -> Any:
     return Mamba2ForCausalLM(Mamba2Config(**{**sizes, "n_groups": 1, "chunk_size": 16, **_IDS, **config}))
 
 
+_MAMBA_HYBRID = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 16,
+    "max_position_embeddings": 512,
+    **_IDS,
+}
+
+
+def _bamba(config: dict[str, Any]) -> Any:
+    from transformers import BambaConfig, BambaForCausalLM
+
+    return BambaForCausalLM(BambaConfig(**{**_MAMBA_HYBRID, "attn_layer_indices": [1], **config}))
+
+
+def _falcon_h1(config: dict[str, Any]) -> Any:
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    sizes = {"head_dim": 16, "num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_rms_norm": True}
+    # Each of z, x, B, C and dt has a multiplier of its own, and so has the mixer's input.
+    multipliers = {"ssm_multipliers": [0.5, 0.8, 1.7, 0.6, 1.2], "ssm_in_multiplier": 1.25}
+    return FalconH1ForCausalLM(FalconH1Config(**{**_MAMBA_HYBRID, **sizes, **multipliers, **config}))
+
+
+def _granitemoehybrid(config: dict[str, Any]) -> Any:
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    parts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(**{**_MAMBA_HYBRID, "layer_types": types, **parts, **config})
+    )
+
+
+def _nemotron_h(config: dict[str, Any]) -> Any:
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention", "mlp"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 1,
+        "ssm_state_size": 32,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "max_position_embeddings": 512,
+    }
+    return NemotronHForCausalLM(NemotronHConfig(**{**sizes, **_IDS, **config}))
+
+
+def _zamba2(config: dict[str, Any]) -> Any:
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        # Two layers that share a transformer block, each with low-rank adapters of its own.
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_mem_blocks": 1,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 8,
+        "use_mem_rope": True,
+        "num_attention_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 32,
+        "chunk_size": 16,
+        "max_position_embeddings": 512,
+    }
+    return Zamba2ForCausalLM(Zamba2Config(**{**sizes, **_IDS, **config}))
+
+
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+_VISION_IDS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+_QWEN4 = {
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 160,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 50,
+    "heads_per_ngram": 2,
+    "split_ngram_parts": 2,
+    "make_ngram_vocab_size_divisible_by": 8,
+}
+
+
+def _qwen_with_text_class(stem: str, fields: dict[str, Any], config: dict[str, Any]) -> Any:
+    """The text model, or with `multimodal=True` the whole one."""
+    import transformers
+
+    text = {**fields, **config}
+    if not text.pop("multimodal", False):
+        return getattr(transformers, f"{stem}ForCausalLM")(getattr(transformers, f"{stem}TextConfig")(**text))
+    whole = getattr(transformers, f"{stem}Config")(
+        text_config=text,
+        vision_config=dict(_VISION),
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        **_VISION_IDS,
+    )
+    return getattr(transformers, f"{stem}ForConditionalGeneration")(whole)
+
+
+def _qwen3_5(config: dict[str, Any]) -> Any:
+    return _qwen_with_text_class("Qwen3_5", _QWEN, config)
+
+
+def _qwen3_5_moe(config: dict[str, Any]) -> Any:
+    return _qwen_with_text_class("Qwen3_5Moe", {**_WITHOUT_MLP, **_EXPERTS}, config)
+
+
+def _qwen4_exp(config: dict[str, Any]) -> Any:
+    return _qwen_with_text_class("Qwen4Exp", {**_WITHOUT_MLP, **_EXPERTS, **_QWEN4}, config)
+
+
+def _lara_mini(config: dict[str, Any]) -> Any:
+    from transformers import LaraMiniConfig, LaraMiniForCausalLM
+
+    kinds = ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]
+    fields = {**_WITHOUT_MLP, **_EXPERTS, "layer_types": kinds, "sliding_window": 64}
+    return LaraMiniForCausalLM(LaraMiniConfig(**{**fields, **config}))
+
+
+def _olmo_hybrid(config: dict[str, Any]) -> Any:
+    from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
+
+    fields = {name: value for name, value in _QWEN.items() if name != "head_dim"}
+    return OlmoHybridForCausalLM(OlmoHybridConfig(**{**fields, **config}))
+
+
 STOCK_MODELS: dict[str, Builder] = {
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen4_exp": _qwen4_exp,
+    "lara_mini": _lara_mini,
+    "olmo_hybrid": _olmo_hybrid,
     "qwen3_next": _qwen3_next,
     "mamba2": _mamba2,
+    "bamba": _bamba,
+    "falcon_h1": _falcon_h1,
+    "granitemoehybrid": _granitemoehybrid,
+    "nemotron_h": _nemotron_h,
+    "zamba2": _zamba2,
 }
 """A tiny model by the name of its `model_type`: key width 32, vocabulary of the byte tokenizer, all layer types."""
 
 
 def tiny_stock_model(
-    model_type: str, folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **config: Any
+    model_type: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
 ) -> Path:
     """Write a tiny model of a stock class and a byte tokenizer.
 
-    Weights are those of `fill_weights`, in fp32.
+    Weights are those of `fill_weights`.
 
     Args:
         model_type: a key of `STOCK_MODELS`.
         folder: where to; made if missing.
         seed: of the weights.
         max_shard_size: a small one makes several shards and an index.
+        dtype: of the weights on disk.
         config: fields of the config that are to be otherwise.
 
     Returns:
@@ -76,6 +248,30 @@ def tiny_stock_model(
     torch.manual_seed(seed)  # for what `fill_weights` leaves as the library draws it
     model = STOCK_MODELS[model_type]({"vocab_size": len(tokenizer), **config})
     fill_weights(model, seed)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def lay_convolutions(folder: Path, *, fused: bool) -> None:
+    """Write OLMo-Hybrid's convolutions over [q, k, v] anew: as one tensor, or cut where q and k end, as released.
+
+    transformers itself writes three parts of equal length.
+    """
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    config, path = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    tensors = load_file(path)
+    for first in [name for name in tensors if ".q_conv1d." in name]:
+        names = [first.replace(".q_conv1d.", f".{side}_conv1d.") for side in "qkv"]
+        whole = torch.cat([tensors.pop(name) for name in names])
+        if fused:
+            tensors[first.replace(".q_conv1d.", ".conv1d.")] = whole
+        else:
+            parts = zip(names, whole.split([keys, keys, values]), strict=True)
+            tensors.update({name: part.clone() for name, part in parts})
+    save_file(tensors, path, metadata={"format": "pt"})
