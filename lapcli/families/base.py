@@ -3,9 +3,11 @@
 Nothing here imports torch, so that a plan or an inspection answers at once.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ Role = Literal[
 ]
 """`key` and `query` are B and C in Mamba-2; a gate is a member where it decays each key channel by itself."""
 
+_STATEFUL = re.compile(r"\.(linear_attn|mamba)\.|\.mixer\.(in_proj|conv1d)\b")
+"""In the names of tensors that only mixers with a state have."""
+
 Sizes = tuple[tuple[str, int], ...]
 """A tensor's shape, axis by axis: what of the config gives the length, and the length."""
 
@@ -33,7 +38,8 @@ Sizes = tuple[tuple[str, int], ...]
 class Member:
     """A tensor that carries the key axis of a layer, by its name on disk.
 
-    Head `h` owns the `K` consecutive entries of `axis` from `offset + h * stride` on.
+    Head `h` owns the `K` consecutive entries of `axis` from `offset + h * stride` on. Where a tensor holds each head
+    more than once, each copy is a member of its own.
 
     Attributes:
         tensor: name in the checkpoint.
@@ -41,6 +47,8 @@ class Member:
         axis: the axis that holds the channels.
         offset: where the first head's channels begin along it (packed projections).
         stride: distance from one head's channels to the next one's; the key width where heads lie side by side.
+        partial: whether the tensor holds only some of the entries, further tensors of the same role the others; what
+            lies outside of it, `offset` below 0 included, is then theirs.
     """
 
     tensor: str
@@ -48,6 +56,20 @@ class Member:
     stride: int
     axis: int = 0
     offset: int = 0
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class PredictionHead:
+    """A head of a checkpoint that predicts further tokens (MTP); transformers does not load it with the model.
+
+    Attributes:
+        tensors: its tensors on disk.
+        stateful: those of them that belong to mixers with a state, which slicing cannot leave at the old width.
+    """
+
+    tensors: frozenset[str]
+    stateful: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -55,7 +77,8 @@ class Tap:
     """Where keys or queries of a layer can be taken in memory: a projection, and the short convolution after it.
 
     Head `h` owns the `K` consecutive channels from `offset + h * stride` on, in the projection's output and, with its
-    own numbers, in the convolution's channels.
+    own numbers, in the convolution's channels. A head may be there more than once: several query heads that read one
+    key head, several keys that one token writes.
 
     Attributes:
         projection: name of the linear module.
@@ -66,6 +89,9 @@ class Tap:
         convolution_stride: likewise among its channels.
         convolution_offset: likewise.
         activation: transformers' name of what follows the convolution (or the projection).
+        feature_map: transformers' name of an elementwise map after that.
+        copies: how often each head is there.
+        copy_stride: from one copy of a head to the next, in both.
     """
 
     projection: str
@@ -75,6 +101,9 @@ class Tap:
     convolution_stride: int = 0
     convolution_offset: int = 0
     activation: str = "silu"
+    feature_map: str = "linear"
+    copies: int = 1
+    copy_stride: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,6 +163,43 @@ class StatefulLayer:
         return (self.convolution.channels - keys_and_queries * self.heads * cut) * self.convolution.taps * itemsize
 
 
+@dataclass(frozen=True)
+class ModelCode:
+    """Code of lapcli's own that loads checkpoints which the library's classes of the family cannot; it lies beside them.
+
+    Attributes:
+        module: name of the module in `lapcli.families.remote`.
+        imports: names of the modules there that it imports.
+        config: name of the config's class.
+        model: name of the model's class.
+        auto_classes: transformers' `Auto` classes that are to find the model.
+    """
+
+    module: str
+    imports: tuple[str, ...]
+    config: str
+    model: str
+    auto_classes: tuple[str, ...] = ("AutoModelForCausalLM",)
+
+    def files(self) -> dict[str, Path]:
+        """The packaged files by the names that they have in a checkpoint."""
+        folder = Path(__file__).parent / "remote"
+        return {f"{name}.py": folder / f"{name}.py" for name in (self.module, *self.imports)}
+
+    def missing(self, folder: Path) -> list[str]:
+        """The names of files that a checkpoint's folder lacks or has with other contents."""
+        return [
+            name
+            for name, packaged in self.files().items()
+            if not (folder / name).is_file() or (folder / name).read_bytes() != packaged.read_bytes()
+        ]
+
+    def auto_map(self) -> dict[str, str]:
+        """What a config says so that transformers finds the classes."""
+        models = dict.fromkeys(self.auto_classes, f"{self.module}.{self.model}")
+        return {"AutoConfig": f"{self.module}.{self.config}", **models}
+
+
 class Observer(Protocol):
     """Who looks at the activations of one stateful layer during a forward pass."""
 
@@ -144,6 +210,7 @@ class Observer(Protocol):
     def queries_keys(self, q: "Tensor", k: "Tensor") -> "tuple[Tensor, Tensor] | None":
         """See q and k `[B, T, H, K]` after convolution and activation, before any norm.
 
+        Where a head has copies, they are `[B, T, copies, H, K]`.
         What is returned replaces them in lapcli's own models; stock models go on with theirs.
         """
         ...
@@ -160,6 +227,9 @@ class Family(ABC):
 
     tested: ClassVar[str]
     """What its slicing was tested against, for `lapcli list families`."""
+
+    library: ClassVar[str | None] = None
+    """The package whose classes alone run its models, on a CUDA device; `None` where lapcli's or transformers' do."""
 
     @abstractmethod
     def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
@@ -180,9 +250,28 @@ class Family(ABC):
         """How the names of further tensors may begin, of which the family says nothing; by default in any way."""
         return ("",)
 
+    def members(self, layer: StatefulLayer, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Member, ...]:
+        """The coupled group of a layer as a checkpoint with tensors of these shapes holds it; by default as declared.
+
+        A family says more where checkpoints of the same config come with more than one set of names.
+        """
+        return layer.members
+
+    def mtp(self, config: Mapping[str, Any], names: Collection[str]) -> PredictionHead | None:
+        """The MTP head among a checkpoint's tensors, or `None`; by default all under `mtp`.
+
+        A family says more where the head lies elsewhere, or its mixers have other names than below.
+        """
+        head = frozenset(name for name in names if name.startswith(("mtp.", "model.mtp.")))
+        return PredictionHead(head, frozenset(filter(_STATEFUL.search, head))) if head else None
+
     @abstractmethod
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Return the config that says the new truth, also in the library's own float arithmetic."""
+
+    def model_code(self, config: Mapping[str, Any]) -> ModelCode | None:
+        """The code that a checkpoint with this config needs beside it; by default the library's own is enough."""
+        return None
 
     def attach(self, model: "Module", layer: StatefulLayer, observer: Observer) -> "list[RemovableHandle]":
         """Let `observer` see the layer's activations until the handles are removed; by default through its taps."""

@@ -7,6 +7,7 @@ from typing import Any
 from lapcli.artifacts import TensorEntry
 from lapcli.errors import ModelError
 from lapcli.families.base import Family, Sizes
+from lapcli.families.packed import text_part
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HINT = "the weights and config.json do not belong together: put config.json right, or download the model again"
@@ -36,12 +37,15 @@ def refuse_misfit(name: str, family: Family, config: Mapping[str, Any], tensors:
                 _HINT,
             )
     free = family.undeclared(config)
+    layers = text_part(config).get("num_hidden_layers")
+    head = family.mtp(config, tensors.keys())
+    further = frozenset() if head is None else head.tensors
     for tensor in sorted(tensors.keys() - declared.keys(), key=_in_order):
         number = _layer(tensor)
-        if number is not None and number >= config["num_hidden_layers"]:
+        if number is not None and isinstance(layers, int) and number >= layers and tensor not in further:
             raise ModelError(
-                f"{name} has a tensor {tensor}, but config.json says num_hidden_layers = "
-                f"{config['num_hidden_layers']}; the weights hold {_layers_of(tensors)}",
+                f"{name} has a tensor {tensor}, but config.json says num_hidden_layers = {layers}; the weights hold "
+                + _layers_of(tensors),
                 _HINT,
             )
         if not tensor.startswith(free):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lapcli.families.base import Family, Member, StatefulLayer, Tap
-from lapcli.families.packed import LinearHeads, layers_of_type
+from lapcli.families.packed import LinearHeads, qwen_linear_layers
 
 
 class Qwen3Next(Family):
@@ -36,7 +36,7 @@ class Qwen3Next(Family):
                 keys=Tap(projection, group, width, convolution, width, heads.key_channels),
             )
 
-        return tuple(layer(index) for index in layers_of_type(config, "linear_attention"))
+        return tuple(layer(index) for index in qwen_linear_layers(config))
 
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Set `linear_key_head_dim`; the value width has a field of its own."""

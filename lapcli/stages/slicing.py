@@ -7,10 +7,10 @@ through exactly, and every other tensor's bytes are those of the base.
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +26,16 @@ from lapcli.artifacts import (
     write_document,
 )
 from lapcli.errors import ArtifactError, FamilyError, LapcliError, ModelError
-from lapcli.families.base import Member, StatefulLayer
+from lapcli.families.base import Member, ModelCode, StatefulLayer
+from lapcli.families.packed import text_part, with_text_part
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource, refuse_quantised, resolve_model
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage, slicing_lineage
 
 _COPY_BLOCK = 16 << 20
+_MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+"""What configs call the number of layers of an MTP head: Qwen's own, DeepSeek's and transformers' names."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -56,6 +59,8 @@ class SlicePlan:
         bytes_after: size of the sliced weights.
         state_bytes_before: state of one sequence over all layers, fp32.
         state_bytes_after: likewise, sliced.
+        mtp: what becomes of the head that predicts further tokens: softmax heads pass through, heads with a state are
+            dropped; `None` where the checkpoint has none.
     """
 
     kept_width: int
@@ -65,6 +70,34 @@ class SlicePlan:
     bytes_after: int
     state_bytes_before: int
     state_bytes_after: int
+    mtp: Literal["passes through", "dropped"] | None = None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What slicing does to one checkpoint.
+
+    Attributes:
+        plan: as told to the user.
+        cuts: by tensor; all others stay as they are.
+        dropped: tensors that are left out.
+        config: the sliced model's.
+        code: what must lie beside it so that transformers can load it, or `None`.
+    """
+
+    plan: SlicePlan
+    cuts: Mapping[str, _Cut]
+    dropped: frozenset[str]
+    config: dict[str, Any]
+    code: ModelCode | None = None
+
+    def written(self, entries: Iterable[TensorEntry]) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """Name, dtype, shape and size of what comes of tensors."""
+        return [_sliced_entry(entry, self.cuts.get(entry.name)) for entry in entries if entry.name not in self.dropped]
+
+    def shards(self, source: ModelSource) -> list[SafetensorsHeader]:
+        """The files of which anything is left."""
+        return [header for header in source.headers if header.tensors.keys() - self.dropped]
 
 
 def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int, NDArray[np.int64]]:
@@ -96,11 +129,16 @@ def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int
 
 def _entry(source: ModelSource, member: Member, layer: StatefulLayer) -> TensorEntry:
     if member.tensor not in source.tensors:
+        parent = member.tensor.removesuffix(".weight").rpartition(".")[0] + "."
+        found = sorted(name.removeprefix(parent) for name in source.tensors if name.startswith(parent))
         raise FamilyError(
-            f"{source.name} has no tensor {member.tensor}, which its family declares for layer {layer.index}",
-            "the checkpoint does not fit its config",
+            f"{source.name} has no tensor {member.tensor}, which its family declares for layer {layer.index} of a "
+            f"{source.config.get('model_type')}",
+            "the checkpoint does not fit its config" + (f"; there it has {', '.join(found)}" if found else ""),
         )
     entry = source.tensors[member.tensor][1]
+    if member.partial:
+        return entry
     needed = member.offset + (layer.heads - 1) * member.stride + layer.key_width
     found = entry.shape[member.axis] if member.axis < len(entry.shape) else 0
     if found < needed:
@@ -116,16 +154,21 @@ def _cuts(
     source: ModelSource, layers: Sequence[StatefulLayer], kept: Mapping[int, NDArray[np.int64]]
 ) -> dict[str, _Cut]:
     cuts: dict[str, _Cut] = {}
+    family = family_for(source.config)
+    shapes = {name: entry.shape for name, (_header, entry) in source.tensors.items()}
     for layer in layers:
         dropped = np.ones((layer.heads, layer.key_width), dtype=bool)
         np.put_along_axis(dropped, kept[layer.index], False, axis=1)
         heads, channels = np.nonzero(dropped)
-        for member in layer.members:
+        for member in family.members(layer, shapes):
             entry = _entry(source, member, layer)
             cut = cuts.setdefault(member.tensor, _Cut(member.axis, np.ones(entry.shape[member.axis], dtype=bool)))
             if cut.axis != member.axis:
                 raise FamilyError(f"{member.tensor} is declared on axes {cut.axis} and {member.axis}")
-            cut.keep[member.offset + heads * member.stride + channels] = False
+            places = member.offset + heads * member.stride + channels
+            if member.partial:
+                places = places[(places >= 0) & (places < len(cut.keep))]
+            cut.keep[places] = False
     return cuts
 
 
@@ -139,27 +182,46 @@ def _sliced_entry(entry: TensorEntry, cut: _Cut | None) -> tuple[str, str, tuple
     return entry.name, entry.dtype, tuple(shape), nbytes
 
 
-def _plan(
-    source: ModelSource, layers: tuple[StatefulLayer, ...], cuts: Mapping[str, _Cut], kept_width: int
-) -> SlicePlan:
+def _without_head(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model whose MTP head is left out."""
+    text = text_part(config)
+    parts = [config] if text is config else [config, text]
+    none = [{name: 0 for name in _MTP_LAYERS if name in part} for part in parts]
+    changed = with_text_part(config, **none[-1])
+    return changed if text is config else {**changed, **none[0]}
+
+
+def _work(source: ModelSource, layers: tuple[StatefulLayer, ...], kept: Mapping[int, NDArray[np.int64]]) -> _Work:
+    family, kept_width = family_for(source.config), next(iter(kept.values())).shape[1]
+    config = family.sliced_config(source.config, kept_width)
+    cuts = _cuts(source, layers, kept)
+    head = family.mtp(source.config, source.tensors.keys())
+    # The width that a mixer of the head is built with is the model's, and no kept channels were chosen for it.
+    drop = head is not None and bool(head.stateful)
+    dropped = head.tensors if drop else frozenset()
     entries = [entry for _header, entry in source.tensors.values()]
-    return SlicePlan(
+    plan = SlicePlan(
         kept_width=kept_width,
         layers=layers,
         cut_tensors=sum(not cut.keep.all() for cut in cuts.values()),
         bytes_before=sum(entry.nbytes for entry in entries),
-        bytes_after=sum(_sliced_entry(entry, cuts.get(entry.name))[3] for entry in entries),
+        bytes_after=sum(_sliced_entry(e, cuts.get(e.name))[3] for e in entries if e.name not in dropped),
         state_bytes_before=sum(layer.state_bytes() for layer in layers),
         state_bytes_after=sum(layer.state_bytes(kept_width) for layer in layers),
+        mtp=None if head is None else "dropped" if drop else "passes through",
     )
+    return _Work(plan, cuts, dropped, _without_head(config) if drop else config, family.model_code(config))
 
 
-def _write_shard(header: SafetensorsHeader, cuts: Mapping[str, _Cut], target: Path, advance: Any) -> None:
-    entries = [_sliced_entry(entry, cuts.get(entry.name)) for entry in header.tensors.values()]
+def _write_shard(header: SafetensorsHeader, work: _Work, target: Path, advance: Any) -> None:
+    entries = work.written(header.tensors.values())
     with header.path.open("rb") as source, target.open("wb") as out:
         out.write(encode_header(entries, header.metadata))
         for entry in header.tensors.values():
-            cut = cuts.get(entry.name)
+            if entry.name in work.dropped:
+                advance(entry.nbytes)
+                continue
+            cut = work.cuts.get(entry.name)
             if cut is None:
                 source.seek(entry.start)
                 left = entry.nbytes
@@ -178,15 +240,16 @@ def _write_shard(header: SafetensorsHeader, cuts: Mapping[str, _Cut], target: Pa
             advance(entry.nbytes)
 
 
-def _write_index(source: ModelSource, cuts: Mapping[str, _Cut], folder: Path) -> None:
+def _write_index(source: ModelSource, work: _Work, folder: Path) -> None:
     if source.index is None:
         return
-    written = [_sliced_entry(entry, cuts.get(name)) for name, (_header, entry) in source.tensors.items()]
+    written = work.written(entry for _header, entry in source.tensors.values())
     metadata = dict(source.index.get("metadata") or {})
     metadata["total_size"] = sum(nbytes for *_rest, nbytes in written)
     if "total_parameters" in metadata:
         metadata["total_parameters"] = sum(int(np.prod(shape, dtype=np.int64)) for _n, _d, shape, _b in written)
     index = {**source.index, "metadata": metadata}
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in work.dropped}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -225,7 +288,7 @@ def plan_slicing(source: ModelSource, selection: Artifact) -> SlicePlan:
         ModelError: the model is quantised, has no safetensors, or does not fit its config.
     """
     layers, kept = _checked(source, selection)
-    return _plan(source, layers, _cuts(source, layers, kept), next(iter(kept.values())).shape[1])
+    return _work(source, layers, kept).plan
 
 
 def _checked(
@@ -273,21 +336,26 @@ def slice_model(
     """
     reporter = reporter or SilentReporter()
     layers, kept = _checked(source, selection)
-    family = family_for(source.config)
-    cuts = _cuts(source, layers, kept)
-    kept_width = next(iter(kept.values())).shape[1]
-    plan = _plan(source, layers, cuts, kept_width)
+    work = _work(source, layers, kept)
+    plan = work.plan
+    if plan.mtp == "dropped":
+        reporter.warn(
+            f"the MTP head of {source.name} keeps a state of its own and is left out of the slice; "
+            "decoding with drafts from it is not possible there"
+        )
     with (
         atomic_directory(output, replace=overwrite) as folder,
         reporter.task(f"slicing {source.name}", total=plan.bytes_before, unit="B") as task,
     ):
-        for header in source.headers:
-            _write_shard(header, cuts, folder / header.path.name, task.advance)
-        _write_index(source, cuts, folder)
-        config = family.sliced_config(source.config, kept_width)
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        for header in work.shards(source):
+            _write_shard(header, work, folder / header.path.name, task.advance)
+        _write_index(source, work, folder)
+        (folder / "config.json").write_text(json.dumps(work.config, indent=2, ensure_ascii=False) + "\n")
         for name in _companions(source):
             shutil.copyfile(source.path / name, folder / name)
+        # After those: a slice that is sliced again gets today's code.
+        for name, packaged in ({} if work.code is None else work.code.files()).items():
+            shutil.copyfile(packaged, folder / name)
         (folder / "README.md").write_text(_card(source, plan, selection.lineage.settings))
         write_document(folder / LINEAGE_FILE, slicing_lineage(source, selection, artifact_digest(selection)))
     return plan
@@ -329,16 +397,19 @@ def slice_into(
 
 def _is_whole(source: ModelSource, selection: Artifact, output: Path) -> bool:
     """Whether a slice has every tensor in its size, its config and its companions."""
-    layers, kept = _checked(source, selection)
-    cuts = _cuts(source, layers, kept)
-    wanted = {_sliced_entry(entry, cuts.get(name)) for name, (_header, entry) in source.tensors.items()}
-    config = family_for(source.config).sliced_config(source.config, next(iter(kept.values())).shape[1])
+    work = _work(source, *_checked(source, selection))
+    wanted = set(work.written(entry for _header, entry in source.tensors.values()))
     try:
         made = resolve_model(str(output))
         found = {(entry.name, entry.dtype, entry.shape, entry.nbytes) for _header, entry in made.tensors.values()}
     except LapcliError:
         return False
-    return found == wanted and made.config == config and all((output / name).is_file() for name in _companions(source))
+    return (
+        found == wanted
+        and made.config == work.config
+        and all((output / name).is_file() for name in _companions(source))
+        and (work.code is None or not work.code.missing(output))
+    )
 
 
 def load_selection(path: Path) -> Artifact:
