@@ -46,22 +46,23 @@ class Widths:
 
     Attributes:
         key: smallest and largest `K`; `None` for no upper bound.
-        value: likewise `V`.
+        value: likewise `V`; `None` where that was not checked.
         equal: whether `K` must be `V`.
     """
 
     key: tuple[int, int | None] = (1, None)
-    value: tuple[int, int | None] = (1, None)
+    value: tuple[int, int | None] | None = (1, None)
     equal: bool = False
 
     def take(self, key_width: int, value_width: int) -> bool:
         """Whether a head of this shape runs."""
-        return _within(key_width, self.key) and _within(value_width, self.value) and (
+        return _within(key_width, self.key) and (self.value is None or _within(value_width, self.value)) and (
             not self.equal or key_width == value_width
         )  # fmt: skip
 
     def __str__(self) -> str:
-        parts = [f"{name} {_spelled(bounds)}" for name, bounds in (("K", self.key), ("V", self.value))]
+        value = "not checked" if self.value is None else _spelled(self.value)
+        parts = [f"K {_spelled(self.key)}", f"V {value}"]
         if self.key == self.value == (1, None):
             parts = ["any K, any V"]
         return ", ".join(parts) + (", K = V" if self.equal and self.key[0] != self.key[1] else "")
@@ -327,9 +328,9 @@ KERNELS: tuple[Kernel, ...] = (
         "vLLM, CuteDSL",
         ("gated delta rule",),
         "prefill",
-        Widths(key=(128, 128)),
+        Widths(key=(128, 128), value=None),
         _vllm("mamba/gdn/qwen_gdn_linear_attn.py", "00545a8acc22"),
-        "Blackwell, and only where it is asked for; what it wants of V was not checked",
+        "Blackwell, and only where it is asked for",
     ),
     Kernel(
         "vLLM, Triton",
