@@ -67,7 +67,9 @@ class Haystack:
             )
         self.digest = documents_digest(list(documents))
         self._text = "\n".join(self.sentences)
-        encoded = tokenizer([f"{joiner}{sentence}" for sentence in self.sentences], add_special_tokens=False)
+        # Whole paragraphs of tables may be longer than the model takes; transformers would warn of it.
+        texts = [f"{joiner}{sentence}" for sentence in self.sentences]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)
         self._lengths = [len(ids) for ids in encoded["input_ids"]]
 
     def number(self, rng: random.Random) -> str:
