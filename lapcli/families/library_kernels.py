@@ -3,7 +3,8 @@
 transformers binds functions of `fla`, `causal_conv1d` and `mamba_ssm` when a model's module is imported, for the
 packages that are installed, whatever the device. On a CPU those fail ("0 active drivers"), so the module's own PyTorch
 functions, which transformers keep behind each binding, take their place in the module's namespace; for a GPU the
-bindings come back. No file of the library is touched.
+bindings come back. Where the `kernels` package is installed too, each binding lies in an `nn.Module` of its own. No
+file of the library is touched.
 """
 
 import inspect
@@ -15,7 +16,7 @@ from typing import Any
 from torch import nn
 
 _BOUND_IN = "hub_kernels"
-_saved: dict[tuple[str, str], Callable[..., Any]] = {}
+_saved: dict[tuple[str, str], Any] = {}
 
 
 def choose_kernels(model: nn.Module, device_type: str) -> None:
@@ -26,10 +27,11 @@ def choose_kernels(model: nn.Module, device_type: str) -> None:
         device_type: `"cpu"`, or that of a GPU.
     """
     for module in _library_modules(model):
-        for name, function in list(vars(module).items()):
+        for name, value in list(vars(module).items()):
             key = (module.__name__, name)
-            if device_type == "cpu" and _is_bound(function):
-                _saved[key] = function
+            function = _bound(value)
+            if device_type == "cpu" and function is not None:
+                _saved[key] = value
                 setattr(module, name, inspect.unwrap(function))
             elif device_type != "cpu" and key in _saved:
                 setattr(module, name, _saved.pop(key))
@@ -39,8 +41,9 @@ def kernels_of(model: nn.Module) -> dict[str, str]:
     """What runs each of a model's replaceable library functions: a package's name, or `"PyTorch"`."""
     found: dict[str, str] = {}
     for module in _library_modules(model):
-        for name, function in vars(module).items():
-            if _is_bound(function):
+        for name, value in vars(module).items():
+            function = _bound(value)
+            if function is not None:
                 inside = inspect.getclosurevars(function).nonlocals
                 package = str(inside.get("package", "a package")).partition(".")[0]
                 found[str(inside.get("func_name", name))] = (
@@ -56,7 +59,10 @@ def _library_modules(model: nn.Module) -> list[ModuleType]:
     return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
 
 
-def _is_bound(function: Any) -> bool:
-    """Whether transformers put it in the place of a PyTorch function."""
-    code = getattr(function, "__code__", None)
-    return hasattr(function, "__wrapped__") and code is not None and _BOUND_IN in code.co_filename
+def _bound(value: Any) -> Callable[..., Any] | None:
+    """The function that transformers put in the place of a PyTorch function, out of its module if it is in one."""
+    if isinstance(value, nn.Module) and hasattr(type(value), "kernel_layer_name"):
+        value = inspect.getclosurevars(type(value).forward).nonlocals.get("func")
+    code = getattr(value, "__code__", None)
+    bound = hasattr(value, "__wrapped__") and code is not None and _BOUND_IN in code.co_filename
+    return value if bound else None

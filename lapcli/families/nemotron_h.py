@@ -21,17 +21,9 @@ class NemotronH(Family):
     tested = "masked oracle on transformers' own model (1 and 4 groups, experts), reload in a fresh process"
 
     def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
-        """Declare the Mamba layers; those of a head for further tokens (MTP) would have to be cut too, and are refused.
-
-        Raises:
-            ModelError: a field has no usable value, the input projection has a bias, or an MTP head keeps a state.
-        """
+        """Declare the Mamba layers of the model itself; transformers loads no MTP head (`mtp.*`)."""
         fields = {**config, **{name: config[other] for name, other in _OTHER_NAMES.items() if other in config}}
         refuse_projection_bias(fields, "use_bias")
-        if config.get("num_nextn_predict_layers"):
-            kinds = _kinds(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern") or ()
-            if _STATEFUL.intersection(kinds):
-                raise bad_field("mtp_layers_block_type", kinds, "an MTP head without Mamba layers")
         groups = MambaGroups(
             heads=positive_integer(fields, "mamba_num_heads"),
             head_width=positive_integer(fields, "mamba_head_dim"),
@@ -41,12 +33,9 @@ class NemotronH(Family):
             bias=switch(fields, "use_conv_bias", True),
             activation=fields.get("mamba_hidden_act", "silu"),
         )
-        kinds = _kinds(config, "layers_block_type", "layer_types", "hybrid_override_pattern")
-        if kinds is None:
-            raise bad_field("layers_block_type", None, "a list of layer types, or hybrid_override_pattern,")
         return tuple(
             groups.layer(index, disk=f"backbone.layers.{index}.mixer", memory=f"model.layers.{index}.mixer")
-            for index, kind in enumerate(kinds)
+            for index, kind in enumerate(_kinds(config))
             if kind in _STATEFUL
         )
 
@@ -55,14 +44,14 @@ class NemotronH(Family):
         return {**config, "ssm_state_size": kept_width}
 
 
-def _kinds(config: Mapping[str, Any], *fields: str) -> list[str] | None:
-    """The types of layers from the first of these fields that is there: a list of names or a string of letters."""
-    for field in fields:
+def _kinds(config: Mapping[str, Any]) -> Sequence[str]:
+    """The type of every layer: a list of names, or in published configs a string of letters."""
+    for field in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
         value = config.get(field)
-        if isinstance(value, str) and set(value) <= _LETTERS.keys():
+        if isinstance(value, str) and value and set(value) <= _LETTERS.keys():
             return [_LETTERS[letter] for letter in value]
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            return list(value)
+        if isinstance(value, list) and value:
+            return value
         if value is not None:
             raise bad_field(field, value, f"a list of layer types, or letters out of {' '.join(_LETTERS)},")
-    return None
+    raise bad_field("layers_block_type", None, "a list of layer types, or a hybrid_override_pattern,")
