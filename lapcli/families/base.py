@@ -165,7 +165,7 @@ class StatefulLayer:
 
 @dataclass(frozen=True)
 class ModelCode:
-    """Code of lapcli's own that loads checkpoints which the library's classes of the family cannot; it lies beside them.
+    """Code of lapcli's own, for checkpoints that the library's classes of the family cannot load; it lies beside them.
 
     Attributes:
         module: name of the module in `lapcli.families.remote`.

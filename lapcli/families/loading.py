@@ -2,13 +2,16 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from logging import ERROR, Filter, LogRecord
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lapcli.errors import ModelError
+from lapcli.families.fla_library import needs_fla, refuse_where_fla_cannot_run, register_fla
 from lapcli.families.library_kernels import choose_kernels
+from lapcli.families.registry import find_family
 from lapcli.families.source import (
     DEFAULT_MODEL,
     ModelSource,
@@ -63,6 +66,39 @@ def _refuse_partial(source: ModelSource, loaded: Mapping[str, Any]) -> None:
         raise ModelError(f"{source.name} has a tensor {name}, which its config.json does not imply", hint)
 
 
+def _packaged_class(source: ModelSource, trust_remote_code: bool) -> Any:
+    """Lapcli's class for a slice that stock classes cannot load, if the code beside the slice is this very one.
+
+    Raises:
+        ModelError: the slice's code is another one, and may not be run.
+    """
+    family = find_family(source.config)
+    code = None if family is None else family.model_code(source.config)
+    if code is None:
+        return None
+    other = code.missing(source.path)
+    if not other:
+        return getattr(import_module(f"lapcli.families.remote.{code.module}"), code.model)
+    if not trust_remote_code:
+        raise ModelError(
+            f"{source.name} needs {other[0]}, and does not have it as this lapcli writes it",
+            "slice its base again, or read that file and pass --trust-remote-code",
+        )
+    return None
+
+
+def _library_class(source: ModelSource) -> Any:
+    """The `Auto` class that finds a model; some models with a vision tower have no text model of their own."""
+    import transformers
+
+    mapped = transformers.models.auto.modeling_auto
+    model_type = source.config.get("model_type")
+    texts, images = mapped.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, mapped.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if model_type in images and model_type not in texts:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
 def _own_class(model_type: str | None) -> Any:
     if model_type == "gated_deltanet":
         from lapcli.models import GatedDeltaNetForCausalLM
@@ -104,16 +140,20 @@ def load_model(
     refuse_quantised(source.config, source.name)
     assert source.headers  # raises where there are no safetensors, damaged ones, or others than the config implies
     own = _own_class(source.config.get("model_type"))
+    packaged = _packaged_class(source, trust_remote_code)
+    if needs_fla(source.config):
+        refuse_where_fla_cannot_run(source.config, torch.device(device).type)
+        register_fla(source.config)
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
     # Tensors of another shape are then listed, not raised as a report; `_refuse_partial` refuses them.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     found: Any
     try:
         with _quietly():
-            if own is not None:
-                found = own.from_pretrained(source.path, **options)
+            if own is not None or packaged is not None:
+                found = (own or packaged).from_pretrained(source.path, **options)
             else:
-                found = transformers.AutoModelForCausalLM.from_pretrained(
+                found = _library_class(source).from_pretrained(
                     source.path, trust_remote_code=trust_remote_code, **options
                 )
     except (ValueError, KeyError, TypeError, ImportError, OSError, RuntimeError) as error:
@@ -142,9 +182,14 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> "
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    own = (source.path / "tokenizer.json").is_file() and _own_class(source.config.get("model_type")) is not None
+    unknown = (
+        _own_class(source.config.get("model_type")) is not None
+        or needs_fla(source.config)
+        or _packaged_class(source, trust_remote_code) is not None
+    )
+    own = (source.path / "tokenizer.json").is_file() and unknown
     try:
-        # AutoTokenizer would ask for a registered config, which fla alone has for these types.
+        # AutoTokenizer would ask for a registered config, which transformers alone does not have for these types.
         tokenizer: Any = (
             PreTrainedTokenizerFast.from_pretrained(source.path, local_files_only=True)
             if own

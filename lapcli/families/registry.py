@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lapcli.errors import FamilyError
+from lapcli.families.bailing_hybrid import BailingHybrid
 from lapcli.families.bamba import Bamba
 from lapcli.families.base import Family
 from lapcli.families.delta_net import DeltaNet
@@ -12,8 +13,10 @@ from lapcli.families.gated_deltanet import GatedDeltaNet
 from lapcli.families.gated_deltaproduct import GatedDeltaProduct
 from lapcli.families.gdn2 import GatedDeltaNet2
 from lapcli.families.gla import GatedLinearAttention
+from lapcli.families.glm5_next import Glm5Next
 from lapcli.families.granitemoehybrid import GraniteMoeHybrid
 from lapcli.families.kda import Kda
+from lapcli.families.kimi_linear import KimiLinear
 from lapcli.families.mamba2 import Mamba2
 from lapcli.families.nemotron_h import NemotronH
 from lapcli.families.olmo_hybrid import OlmoHybrid
@@ -36,6 +39,9 @@ FAMILIES: dict[str, Family] = {
         Qwen4Exp(),
         LaraMini(),
         OlmoHybrid(),
+        KimiLinear(),
+        Glm5Next(),
+        BailingHybrid(),
         Mamba2(),
         Bamba(),
         FalconH1(),

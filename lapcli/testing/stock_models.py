@@ -164,7 +164,8 @@ def _qwen_with_text_class(stem: str, fields: dict[str, Any], config: dict[str, A
     """The text model, or with `multimodal=True` the whole one."""
     import transformers
 
-    text = {**fields, **config}
+    # One more: the tokenizer class that transformers takes for these types adds Qwen's own end of text.
+    text = {**fields, **config, "vocab_size": config["vocab_size"] + 1}
     if not text.pop("multimodal", False):
         return getattr(transformers, f"{stem}ForCausalLM")(getattr(transformers, f"{stem}TextConfig")(**text))
     whole = getattr(transformers, f"{stem}Config")(
@@ -203,7 +204,66 @@ def _olmo_hybrid(config: dict[str, Any]) -> Any:
     return OlmoHybridForCausalLM(OlmoHybridConfig(**{**fields, **config}))
 
 
+_LATENT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "max_position_embeddings": 512,
+    **_IDS,
+}
+_LINEAR = {"linear_head_dim": 32, "linear_num_heads": 2, "linear_conv_kernel_dim": 4}
+
+
+def _kimi_linear(config: dict[str, Any]) -> Any:
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    return KimiLinearForCausalLM(KimiLinearConfig(**{**_LATENT, **_LINEAR, **config}))
+
+
+def _glm5_next(config: dict[str, Any]) -> Any:
+    from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
+
+    latent = {name: value for name, value in _LATENT.items() if name != "num_local_experts"}
+    indexed = {"q_lora_rank": 32, "qk_rope_head_dim": 0, "n_routed_experts": 4, "hc_mult": 2}
+    # Every position of the tests is selected: a choice among them would make rounding errors visible.
+    indexer = {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2, "index_kpool": 4}
+    fields = {**latent, **indexed, **indexer, **_LINEAR, **config}
+    tower = {name: value for name, value in _VISION.items() if name != "num_position_embeddings"}
+    images: Any = {name: value for name, value in _VISION_IDS.items() if not name.startswith("vision")}
+    whole = Glm5NextConfig(
+        text_config=fields,
+        vision_config={**tower, "projection_intermediate_size": 32},
+        tie_word_embeddings=fields.get("tie_word_embeddings", False),
+        **images,
+    )
+    return Glm5NextForConditionalGeneration(whole)
+
+
+def _bailing_hybrid(config: dict[str, Any]) -> Any:
+    from transformers import BailingHybridConfig, BailingHybridForCausalLM
+
+    # Its KDA layers have as many heads as the others, and the width that `head_dim` says until it is overwritten.
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_mtp_layers": 0}
+    return BailingHybridForCausalLM(BailingHybridConfig(**{**_LATENT, **sizes, **config}))
+
+
 STOCK_MODELS: dict[str, Builder] = {
+    "kimi_linear": _kimi_linear,
+    "glm5_next": _glm5_next,
+    "bailing_hybrid": _bailing_hybrid,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
     "qwen4_exp": _qwen4_exp,
@@ -251,6 +311,27 @@ def tiny_stock_model(
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def release_config(folder: Path) -> None:
+    """Say the heads of Kimi Linear or Bailing Hybrid as the releases do; transformers saves other fields."""
+    import json
+
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    count, width, taps = (config.pop(f"linear_{name}") for name in ("num_heads", "head_dim", "conv_kernel_dim"))
+    kinds = config.pop("layer_types")
+    if config["model_type"] == "kimi_linear":
+        config["linear_attn_config"] = {
+            "head_dim": width,
+            "num_heads": count,
+            "short_conv_kernel_size": taps,
+            "kda_layers": [number for number, kind in enumerate(kinds, 1) if kind == "linear_attention"],
+            "full_attn_layers": [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"],
+        }
+    else:
+        config |= {"head_dim": width, "short_conv_kernel_size": taps, "layer_group_size": 2}
+    path.write_text(json.dumps(config))
 
 
 def lay_convolutions(folder: Path, *, fused: bool) -> None:
