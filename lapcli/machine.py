@@ -83,11 +83,13 @@ class Machine:
             UsageError: one of the names is none.
             ModelError: a kernel asked for by name cannot run such layers here, or `require_fast` is set and none can.
         """
+        from lapcli.families.fla_library import refuse_where_fla_cannot_run
         from lapkernels.delta_rule import IMPLEMENTATIONS, select_impl, why_not
 
         device, dtype = self.torch_device(), self.torch_dtype(config)
         if self.kernel not in IMPLEMENTATIONS:
             raise UsageError(f"--kernel {self.kernel!r} is none of {', '.join(IMPLEMENTATIONS)}")
+        refuse_where_fla_cannot_run(config, device.type, dtype)
         for layer in layers[:1]:
             if layer.keys is not None:
                 # A stock model: its library binds the kernels.
@@ -149,6 +151,9 @@ class Machine:
     def _announce_library(self, model: Any, reporter: Reporter) -> None:
         from lapcli.families.library_kernels import kernels_of
 
+        if type(model).__module__.startswith("fla."):
+            reporter.notice(f"kernels: fla's, {str(model.dtype).removeprefix('torch.')} on {model.device}")
+            return
         found = kernels_of(model)
         slow = sorted(name for name, package in found.items() if package == "PyTorch")
         if self.require_fast and (slow or not found):

@@ -9,8 +9,12 @@ from lapcli.families.delta import DeltaModels, Heads
 from lapcli.families.fields import bad_field, positive_integer, positive_number, switch
 
 
-def _width(config: Mapping[str, Any], field: str) -> int:
-    """A head's share of the channels that `field` times the hidden size gives; fla rounds the product."""
+def channels_of_a_head(config: Mapping[str, Any], field: str) -> int:
+    """A head's share of the channels that `field` times the hidden size gives; fla rounds the product.
+
+    Raises:
+        ModelError: there is no whole number of them for each of `num_heads`.
+    """
     hidden_size, heads = positive_integer(config, "hidden_size"), positive_integer(config, "num_heads")
     exact = hidden_size * positive_number(config, field)
     channels = round(exact)
@@ -32,7 +36,7 @@ class DeltaNet(DeltaModels):
     def heads(self, config: Mapping[str, Any]) -> Heads:
         """As many value heads as key heads."""
         heads = positive_integer(config, "num_heads")
-        key_width, value_width = _width(config, "expand_k"), _width(config, "expand_v")
+        key_width, value_width = channels_of_a_head(config, "expand_k"), channels_of_a_head(config, "expand_v")
         return Heads(
             heads,
             heads,

@@ -40,20 +40,31 @@ class _Taking:
         assert keys is not None
         assert queries is not None
         if not self.projected:
-            self.observer.mixer_input(self._counted(inputs))
-        self.projected[name] = output
+            self.observer.mixer_input(self._counted(self._padded(inputs)))
+        self.projected[name] = self._padded(output)
         if {keys.projection, queries.projection} <= self.projected.keys():
             q, k = (self._channels(tap) for tap in (queries, keys))
             self.projected.clear()
             self.observer.queries_keys(q, k)
 
     def _channels(self, tap: Tap) -> Tensor:
-        """`[B, T, H, K]` after convolution and activation."""
+        """`[B, T, H, K]`, or with copies `[B, T, copies, H, K]`, after convolution and activation."""
         layer = self.layer
-        values = _heads(self.projected[tap.projection], tap.offset, tap.stride, layer)
+        values = _heads(self.projected[tap.projection], tap.offset, tap.stride, tap, layer)
         if tap.convolution is not None:
             values = _convolved(values, self.model.get_submodule(tap.convolution), tap, layer)
-        return self._counted(ACT2FN[tap.activation](values))
+        return self._counted(ACT2FN[tap.feature_map](ACT2FN[tap.activation](values)))
+
+    def _padded(self, values: Tensor) -> Tensor:
+        """`[B, T, D]` again where the library took the padding out and laid the rows one after the other (fla)."""
+        if self.mask is None or self.mask.shape == values.shape[:2]:
+            return values
+        counts = self.mask.to(values.device).bool()
+        if values.shape[:2] != (1, int(counts.sum())):
+            return values
+        whole = values.new_zeros((*counts.shape, *values.shape[2:]))
+        whole[counts] = values[0]
+        return whole
 
     def _counted(self, values: Tensor) -> Tensor:
         if self.mask is None or self.mask.shape != values.shape[:2]:
@@ -86,16 +97,17 @@ def attach_taps(model: nn.Module, layer: StatefulLayer, observer: Observer) -> l
     return handles
 
 
-def _heads(values: Tensor, offset: int, stride: int, layer: StatefulLayer) -> Tensor:
-    """The channels of every head out of the last axis: `[..., H, K]`."""
-    last = offset + (layer.heads - 1) * stride + layer.key_width
-    starts = values[..., offset:last].unfold(-1, layer.key_width, stride)
-    return starts
+def _heads(values: Tensor, offset: int, stride: int, tap: Tap, layer: StatefulLayer) -> Tensor:
+    """The channels of every head out of the last axis: `[..., H, K]`, or with copies `[..., copies, H, K]`."""
+    length = (layer.heads - 1) * stride + layer.key_width
+    firsts = [offset + copy * tap.copy_stride for copy in range(tap.copies)]
+    copies = [values[..., first : first + length].unfold(-1, layer.key_width, stride) for first in firsts]
+    return copies[0] if tap.copies == 1 else torch.stack(copies, -3)
 
 
 def _convolved(values: Tensor, convolution: Any, tap: Tap, layer: StatefulLayer) -> Tensor:
     """The causal depthwise convolution over time of `[B, T, H, K]`, with the filters of just these channels."""
-    place = (tap.convolution_offset, tap.convolution_stride, layer)
+    place = (tap.convolution_offset, tap.convolution_stride, tap, layer)
     filters = _heads(convolution.weight.squeeze(1).T, *place).flatten(1).T.unsqueeze(1)
     bias = None if convolution.bias is None else _heads(convolution.bias, *place).flatten()
     channels = values.flatten(2).transpose(1, 2).to(filters.dtype)

@@ -23,6 +23,7 @@ from lapcli.data import TokenBlocks, token_blocks
 from lapcli.errors import ArtifactError, DataError, ModelError
 from lapcli.families.base import Family, Member, StatefulLayer
 from lapcli.families.fields import optional_integer
+from lapcli.families.fla_library import refuse_where_fla_cannot_run
 from lapcli.families.loading import load_model, load_tokenizer
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
@@ -137,12 +138,10 @@ def _gram_pass(
     return {key: tensor.cpu() for key, tensor in observation.tensors().items()}
 
 
-def _projections(layer: StatefulLayer) -> dict[str, Member]:
-    """The key and the query projection of a layer, as "key" and "query"."""
+def _projections(layer: StatefulLayer) -> dict[str, list[Member]]:
+    """The key and the query projection of a layer, as "key" and "query"; several members where heads have copies."""
     return {
-        member.role.split()[0]: member
-        for member in layer.members
-        if member.role in ("key projection", "query projection")
+        side: [member for member in layer.members if member.role == f"{side} projection"] for side in ("key", "query")
     }
 
 
@@ -165,9 +164,10 @@ def _saliency_pass(
     """
     model.requires_grad_(False)
     weights = {
-        (layer.index, side): family.parameter(model, layer, member).requires_grad_(True)
+        # The copies of a head lie in one tensor.
+        (layer.index, side): family.parameter(model, layer, members[0]).requires_grad_(True)
         for layer in layers
-        for side, member in _projections(layer).items()
+        for side, members in _projections(layer).items()
     }
     done, stored = stream.earlier(partial, "an earlier saliency pass")
     gradients = {
@@ -189,12 +189,13 @@ def _saliency_pass(
     stream.feed("saliency", step, done, partial, sums)
     saliency: dict[str, Tensor] = {}
     for layer in layers:
-        for side, member in _projections(layer).items():
+        for side, members in _projections(layer).items():
             weight, gradient = weights[layer.index, side].detach().double(), gradients[layer.index, side].double()
             if not torch.isfinite(gradient).all():
-                raise ModelError(f"the gradient of {member.tensor} is NaN or infinite", "try --dtype float32")
-            product = _head_rows((weight * gradient).abs(), member, layer).sum(-1)
-            saliency[f"layers.{layer.index}.saliency_{side}"] = product.cpu()
+                raise ModelError(f"the gradient of {members[0].tensor} is NaN or infinite", "try --dtype float32")
+            products = (weight * gradient).abs()
+            per_copy = torch.stack([_head_rows(products, member, layer).sum(-1) for member in members])
+            saliency[f"layers.{layer.index}.saliency_{side}"] = per_copy.sum(0).cpu()
     return saliency
 
 
@@ -213,10 +214,13 @@ def _weight_statistics(
     """What L1 and S-Wanda need of the weights, so that selection needs no model."""
     found: dict[str, Tensor] = {}
     for layer in layers:
-        for side, member in _projections(layer).items():
-            rows = read_rows(source, layer, member)
-            found[f"layers.{layer.index}.magnitude_{side}"] = channel_magnitudes(rows)
-            found[f"layers.{layer.index}.wanda_{side}"] = channel_wanda(rows, sums[f"layers.{layer.index}.input_sq"])
+        inputs = sums[f"layers.{layer.index}.input_sq"]
+        for side, members in _projections(layer).items():
+            copies = [read_rows(source, layer, member) for member in members]
+            magnitudes = torch.stack([channel_magnitudes(rows) for rows in copies])
+            found[f"layers.{layer.index}.magnitude_{side}"] = magnitudes.sum(0)
+            wanda = torch.stack([channel_wanda(rows, inputs) for rows in copies])
+            found[f"layers.{layer.index}.wanda_{side}"] = wanda.sum(0)
     return found
 
 
@@ -299,6 +303,7 @@ def calibrate(
 
     family = family_for(source.config)
     layers = check_calibration(source, settings, reporter)
+    refuse_where_fla_cannot_run(source.config, machine.torch_device().type, machine.torch_dtype(source.config))
     tokenizer = load_tokenizer(source, trust_remote_code=machine.trust_remote_code)
     blocks = token_blocks(
         settings.data,

@@ -44,7 +44,7 @@ class _Sums:
         self.input_sq = squares if self.input_sq.numel() == 0 else self.input_sq.add_(squares)
 
     def queries_keys(self, q: Tensor, k: Tensor) -> None:
-        """Add the Gram matrices of `[B, T, H, K]`."""
+        """Add the Gram matrices of `[B, T, H, K]`, or of `[B, T, copies, H, K]`."""
         tokens = q.shape[0] * q.shape[1]
         for name, values, index in (("gram_query", q, 0), ("gram_key", k, 1)):
             rows = values.detach().flatten(0, 1)
@@ -52,7 +52,8 @@ class _Sums:
                 picked = self.picks[index]
                 inside = picked[(picked >= self.seen) & (picked < self.seen + tokens)] - self.seen
                 rows = rows[inside.to(rows.device)]
-            wide = rows.double()
+            # Copies of a head are so many more keys or queries of it.
+            wide = rows.double().flatten(0, -3)
             if self.normalized:
                 wide = wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
             heads = wide.transpose(0, 1)

@@ -8,7 +8,9 @@ elu + 1 of zero is not zero.
 
 lapcli's own models have a tap for it. In stock models the functions that run the recurrence are wrapped in the
 namespace of the model's module, for the time of the context; which tensors are keys and queries is read off the
-functions' own parameter names, so nothing is shared with an adapter's declarations but the kept channels.
+functions' own parameter names, so nothing is shared with an adapter's declarations but the kept channels. Whether a
+function normalises them itself or not at all makes no difference, and the scale of the read is a factor on its output:
+no caller passes one, so it is `K^-1/2` of the width that the function sees.
 """
 
 import functools
@@ -58,9 +60,9 @@ class _Mask:
         """Let it pass."""
 
     def queries_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Mask `[B, T, H, K]`."""
-        mask = self.mask.to(q)
-        return q * mask, k * mask
+        """Mask `[..., H, K]`, or as many heads as share each key head, side by side."""
+        q_mask, k_mask = (self.mask.to(x).repeat_interleave(max(1, x.shape[-2] // len(self.mask)), 0) for x in (q, k))
+        return q * q_mask, k * k_mask
 
 
 @contextmanager
