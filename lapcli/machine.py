@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lapcli import parallel
 from lapcli.errors import ModelError, UsageError
 from lapcli.families.base import StatefulLayer
 from lapcli.reporting import Reporter
@@ -18,7 +19,8 @@ class Machine:
     """Where a stage runs.
 
     Attributes:
-        device: "auto", "cpu", "cuda", "cuda:1", ….
+        device: "auto", "cpu", "cuda", "cuda:1", …; "split" spreads a model over all GPUs, then memory and disk. Of
+            several processes that torchrun started, each takes a GPU of its own.
         dtype: "auto" or a torch dtype's name.
         kernel: "auto", "reference", "chunked" or "fla".
         require_fast: whether it is an error when no fast kernel runs.
@@ -31,12 +33,37 @@ class Machine:
     require_fast: bool = False
     trust_remote_code: bool = False
 
+    @property
+    def split(self) -> bool:
+        """Whether a model is spread over all devices."""
+        return self.device == "split"
+
+    def first_device(self) -> torch.device:
+        """The device, or the first of those that a model is spread over: where tokens go.
+
+        Raises:
+            UsageError: see `torch_device`; or every process would spread a model over the same devices.
+        """
+        if not self.split:
+            return self.torch_device()
+        if parallel.launched():
+            raise UsageError(
+                "--device split spreads one model over all devices, and torchrun starts several",
+                "use either: torchrun where a model fits one GPU, --device split without torchrun where it does not",
+            )
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
     def torch_device(self) -> torch.device:
         """The device.
 
         Raises:
-            UsageError: it is none, or CUDA is asked for where there is none.
+            UsageError: it is none, or CUDA is asked for where there is none, or one process or device where there are
+                several.
         """
+        if self.split:
+            raise UsageError("--device split is for calibrate and prune", "pass --device auto, cpu, cuda or cuda:N")
+        if parallel.launched() and self.device != "cpu":
+            return self._own_device()
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -53,8 +80,25 @@ class Machine:
                 )
         return device
 
+    def _own_device(self) -> torch.device:
+        """The GPU of this one of several processes."""
+        if self.device == "auto" and not torch.cuda.is_available():
+            return torch.device("cpu")
+        if self.device not in ("auto", "cuda"):
+            raise UsageError(
+                f"--device {self.device}: torchrun gives each of its processes a GPU of its own",
+                "pass --device cuda, cpu or auto",
+            )
+        count, wanted = torch.cuda.device_count(), parallel.local_size()
+        if wanted > count:
+            raise UsageError(
+                f"torchrun started {wanted} processes here, but there are {count} CUDA devices",
+                f"pass --nproc-per-node {count} to torchrun" if count else "pass --device cpu",
+            )
+        return torch.device("cuda", parallel.local_rank())
+
     def torch_dtype(self, config: Mapping[str, Any]) -> torch.dtype:
-        """The dtype of the weights: fp32 on a CPU, the checkpoint's on a GPU, unless named.
+        """The dtype of the weights: fp32 on a CPU, the checkpoint's on a GPU or where split, unless named.
 
         Raises:
             UsageError: the name is no dtype that lapcli runs in.
@@ -63,7 +107,7 @@ class Machine:
             if self.dtype not in _DTYPES:
                 raise UsageError(f"--dtype {self.dtype!r} is none of {', '.join(_DTYPES)}, auto")
             return _DTYPES[self.dtype]
-        if self.torch_device().type == "cpu":
+        if self.first_device().type == "cpu" and not self.split:
             return torch.float32
         text = config.get("text_config") or {}
         stored = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"
@@ -86,7 +130,7 @@ class Machine:
         from lapcli.families.fla_library import refuse_where_fla_cannot_run
         from lapkernels.delta_rule import IMPLEMENTATIONS, select_impl, why_not
 
-        device, dtype = self.torch_device(), self.torch_dtype(config)
+        device, dtype = self.first_device(), self.torch_dtype(config)
         if self.kernel not in IMPLEMENTATIONS:
             raise UsageError(f"--kernel {self.kernel!r} is none of {', '.join(IMPLEMENTATIONS)}")
         refuse_where_fla_cannot_run(config, device.type, dtype)
@@ -146,13 +190,13 @@ class Machine:
             if wrong is not None:
                 raise ModelError(f"--kernel {name} cannot compute gradients here: {wrong}", "use --kernel auto")
         self._require_fast(name, reason)
-        reporter.notice(f"kernel: {name} ({reason}), {str(model.dtype).removeprefix('torch.')} on {model.device}")
+        reporter.notice(f"kernel: {name} ({reason}), {_placement(model)}")
 
     def _announce_library(self, model: Any, reporter: Reporter) -> None:
         from lapcli.families.library_kernels import kernels_of
 
         if type(model).__module__.startswith("fla."):
-            reporter.notice(f"kernels: fla's, {str(model.dtype).removeprefix('torch.')} on {model.device}")
+            reporter.notice(f"kernels: fla's, {_placement(model)}")
             return
         found = kernels_of(model)
         slow = sorted(name for name, package in found.items() if package == "PyTorch")
@@ -163,9 +207,16 @@ class Machine:
                 "or drop --require-fast",
             )
         packages = sorted({package for package in found.values() if package != "PyTorch"})
-        where = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+        where = _placement(model)
         if not packages:
             reporter.notice(f"kernels: transformers' PyTorch functions, {where}")
         else:
             rest = f", PyTorch for {', '.join(slow)}" if slow else ""
             reporter.notice(f"kernels: {', '.join(packages)} through transformers{rest}, {where}")
+
+
+def _placement(model: Any) -> str:
+    """The dtype of a model and where it lies, in words."""
+    places: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {"": model.device}
+    names = [str(torch.device(place)) if place != "disk" else place for place in dict.fromkeys(places.values())]
+    return f"{str(model.dtype).removeprefix('torch.')} on {', '.join(names)}"

@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 
 from lapcli.cli import options
+from lapcli.parallel import jointly, processes
 from lapcli.pipeline import stage
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("calibrate", help=stage("calibrate").summary)(run)
+    app.command("calibrate", help=stage("calibrate").summary)(jointly(run))
 
 
 def run(
@@ -56,7 +57,7 @@ def run(
     target = output or directory.calibration
 
     from lapcli.machine import Machine
-    from lapcli.stages.calibration import calibrate, check_calibration
+    from lapcli.stages.calibration import assist, calibrate, check_calibration
 
     reporter = display.DisplayReporter(quiet or as_json)
     layers = check_calibration(source, settings, reporter)
@@ -74,9 +75,21 @@ def run(
         }
         display.would_do(facts, as_json)
         return
+    ours = processes()
+    ours.wait()
+    if not ours.leader:
+        assist(source, settings, target, machine=machine, processes=ours)
+        return
     with directory.lock():
         artifact, worked = calibrate(
-            source, settings, target, machine=machine, saliency=grad, overwrite=overwrite, reporter=reporter
+            source,
+            settings,
+            target,
+            machine=machine,
+            saliency=grad,
+            overwrite=overwrite,
+            reporter=reporter,
+            processes=ours,
         )
         directory.note(source.describe(), "calibrate", {"settings": settings.document(), "output": str(target)})
     if as_json:

@@ -13,7 +13,13 @@ Model = Annotated[
     str | None, typer.Argument(help="A directory, a hub id, or demo:NAME. Default: the run's, else demo:gdn.")
 ]
 Run = Annotated[Path, typer.Option("--run", help="Run directory: inputs are found there, results left there.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.", rich_help_panel=_MACHINE)]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto, cpu, cuda, cuda:N; calibrate and prune: split, over all GPUs, then memory, then disk.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(

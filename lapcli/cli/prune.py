@@ -3,11 +3,13 @@
 import typer
 
 from lapcli.cli import options
+from lapcli.parallel import jointly, processes
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("prune", help="Calibrate, select and slice: from a model to a smaller one, in a run directory.")(run)
+    summary = "Calibrate, select and slice: from a model to a smaller one, in a run directory."
+    app.command("prune", help=summary)(jointly(run))
 
 
 def run(
@@ -46,6 +48,7 @@ def run(
     selection = context.from_command_line(SelectionSettings, {**chosen, "seed": seed})
 
     from lapcli.machine import Machine
+    from lapcli.stages.calibration import assist
     from lapcli.stages.pruning import plan_document, plan_pruning, prune
 
     reporter = display.DisplayReporter(quiet or as_json)
@@ -67,9 +70,21 @@ def run(
         else:
             display.facts("would do (nothing was done)", facts)
         return
+    ours = processes()
+    ours.wait()
+    if not ours.leader:
+        assist(source, calibration, directory.calibration, machine=machine, processes=ours)
+        return
     with directory.lock():
         result = prune(
-            source, calibration, selection, directory, machine=machine, overwrite=overwrite, reporter=reporter
+            source,
+            calibration,
+            selection,
+            directory,
+            machine=machine,
+            overwrite=overwrite,
+            reporter=reporter,
+            processes=ours,
         )
     if as_json:
         display.emit(result.document(directory))

@@ -6,11 +6,13 @@ from typing import Annotated
 import typer
 
 from lapcli.cli import options
+from lapcli.parallel import jointly, launched
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("run", help="Run a recipe: calibrate, select, slice and evaluate, going on from what is there.")(run)
+    summary = "Run a recipe: calibrate, select, slice and evaluate, going on from what is there."
+    app.command("run", help=summary)(jointly(run))
 
 
 def run(
@@ -30,11 +32,15 @@ def run(
 ) -> None:
     """Leave the chain's results in the run directory."""
     from lapcli.cli import context, display
-    from lapcli.errors import RecipeError
+    from lapcli.errors import RecipeError, UsageError
     from lapcli.evaluation.tasks import parse_tasks
     from lapcli.recipe import read_recipe
     from lapcli.shipped import find_recipe
 
+    if launched():
+        raise UsageError(
+            "torchrun can start calibrate and prune, not run", "let it start prune, then run finds the rest to do"
+        )
     recipe = find_recipe(recipe)
     plan = read_recipe(recipe)
     if (plan.selection.ratio is None) == (plan.selection.keep is None):
@@ -54,6 +60,11 @@ def run(
 
     pruning = plan_pruning(source, plan.calibration, plan.selection, directory, overwrite=overwrite)
     machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    if machine.split and plan.evaluation is not None:
+        raise UsageError(
+            "--device split is for calibrate and prune, and the recipe evaluates",
+            "prune with it first; then run the recipe without it, which finds the calibration there",
+        )
     layers = () if pruning.calibration_ready else pruning.layers
     machine.check(source.config, layers, needs_gradient=pruning.needs_saliency)
     if plan.evaluation is not None:

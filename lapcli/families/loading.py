@@ -1,9 +1,13 @@
 """Loading models and tokenizers: lapcli's own classes where stock libraries cannot run, theirs otherwise."""
 
+import functools
+import shutil
+import tempfile
+import weakref
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from logging import ERROR, Filter, LogRecord
+from logging import ERROR, Filter, LogRecord, getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,15 +44,18 @@ def _quietly() -> Generator[None]:
     from transformers.utils import logging
 
     drawn = logging.is_progress_bar_enabled()
-    reports = logging.get_logger("transformers.modeling_utils")
+    # accelerate's says of a model that is spread what is announced anyway.
+    reports = [logging.get_logger("transformers.modeling_utils"), getLogger("accelerate.big_modeling")]
     errors_only = _ErrorsOnly()
     logging.disable_progress_bar()
     # Not its level: from a level of WARNING on, that module says more.
-    reports.addFilter(errors_only)
+    for report in reports:
+        report.addFilter(errors_only)
     try:
         yield
     finally:
-        reports.removeFilter(errors_only)
+        for report in reports:
+            report.removeFilter(errors_only)
         if drawn:
             logging.enable_progress_bar()
 
@@ -111,6 +118,48 @@ def _own_class(model_type: str | None) -> Any:
     return None
 
 
+def _room() -> dict[Any, int]:
+    """Bytes of weights that each device may take, the GPUs first; the rest of a GPU is for activations."""
+    from transformers.integrations.accelerate import get_max_memory
+
+    return {place: int(free * (0.8 if place != "cpu" else 0.9)) for place, free in get_max_memory().items()}
+
+
+@contextmanager
+def _spreading() -> Generator[dict[str, Any]]:
+    """Options of `from_pretrained` that spread a model over the devices, and the folder for what lies on disk."""
+    from transformers.integrations import accelerate
+
+    integration: Any = accelerate
+    dispatch = integration.dispatch_model
+
+    @functools.wraps(dispatch)
+    def whole_blocks(model: Any, **options: Any) -> Any:
+        """Layers that lie elsewhere come to the device whole.
+
+        Left alone, accelerate brings the weights of a module when it is called, but libraries, and our taps, read
+        those of a convolution without a call.
+        """
+        return dispatch(model, preload_module_classes=sorted(model._no_split_modules or ()), **options)
+
+    folder = tempfile.mkdtemp(prefix="lapcli-split-")
+    integration.dispatch_model = whole_blocks
+    try:
+        yield {"device_map": "auto", "max_memory": _room(), "offload_folder": folder}
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        integration.dispatch_model = dispatch
+
+
+def kept_off_devices(model: Any) -> list[str]:
+    """Parts of a model that come to a device only while they compute."""
+    places: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
+    gpus = any(place not in ("cpu", "disk") for place in places.values())
+    return [name for name, place in places.items() if place == "disk" or (gpus and place == "cpu")]
+
+
 def load_model(
     source: ModelSource,
     *,
@@ -118,15 +167,18 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     kernel: str = "auto",
     trust_remote_code: bool = False,
+    split: bool = False,
 ) -> "PreTrainedModel":
     """Load a model for inference.
 
     Args:
         source: the resolved model.
-        device: where its weights go.
+        device: where its weights go; with `split`, where tokens will go.
         dtype: of the weights.
         kernel: which implementation of the delta rule runs (`lapkernels.delta_rule`), for lapcli's own models.
         trust_remote_code: whether code in the model's directory may run.
+        split: whether to spread it, layer by layer, over all GPUs, then memory, then a temporary folder on disk. Layers
+            that lie in memory beside a GPU, or on disk, come to the device for as long as they compute.
 
     Returns:
         The model in eval mode.
@@ -148,8 +200,10 @@ def load_model(
     # Tensors of another shape are then listed, not raised as a report; `_refuse_partial` refuses them.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     found: Any
+    spreading = _spreading() if split else nullcontext({})
     try:
-        with _quietly():
+        with _quietly(), spreading as places:
+            options |= places
             if own is not None or packaged is not None:
                 found = (own or packaged).from_pretrained(source.path, **options)
             else:
@@ -165,8 +219,10 @@ def load_model(
             ) from error
         raise load_failure(source, error) from error
     model, loaded = found
+    if split:
+        weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
     _refuse_partial(source, loaded)
-    model = model.to(device).eval()
+    model = (model if split else model.to(device)).eval()
     choose_kernels(model, torch.device(device).type)
     if own is not None:
         # After the move: whether a kernel can run depends on the device.

@@ -5,11 +5,13 @@ triangular factors and residuals of `M = [Kc; Qc]` depend on `M` only through `M
 subsampled and memory is `O(layers x H x K^2)` whatever the number of tokens (arXiv 2602.04852, Sec. 3.4).
 
 A calibration that is stopped leaves its sums beside the output and goes on from there; on a CPU the result is bit
-for bit that of an unbroken run.
+for bit that of an unbroken run. Of several processes (`lapcli.parallel`) each sums over its share of the samples.
 """
 
+import glob
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,15 @@ from torch import Tensor
 
 from lapcli.artifacts import Artifact, Lineage, read_artifact, refuse_foreign, write_artifact
 from lapcli.data import TokenBlocks, token_blocks
-from lapcli.errors import ArtifactError, DataError, ModelError
+from lapcli.errors import ArtifactError, DataError, ModelError, UsageError
 from lapcli.families.base import Family, Member, StatefulLayer
 from lapcli.families.fields import optional_integer
 from lapcli.families.fla_library import refuse_where_fla_cannot_run
-from lapcli.families.loading import load_model, load_tokenizer
+from lapcli.families.loading import kept_off_devices, load_model, load_tokenizer
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
 from lapcli.machine import Machine
+from lapcli.parallel import ALONE, Processes
 from lapcli.recipe import CalibrationSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors.l1 import channel_magnitudes
@@ -36,6 +39,8 @@ from lapcli.stages.lineage import STALE_HINT, calibration_lineage, refuse_stale
 from lapcli.stages.observation import observe
 
 _TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
+# A GPU that is full of weights has less room for activations.
+_TOKENS_PER_BATCH_SPLIT = 4096
 
 
 def has_saliency(calibration: Artifact) -> bool:
@@ -47,7 +52,7 @@ class _Partial:
     """The sums of a calibration under way, on disk: written now and then, taken up by the next run.
 
     They hold for the same tokens in the same batches and dtype on the same kind of device: all but the first decide
-    how the sums round.
+    how the sums round. Of several processes each writes its own.
     """
 
     def __init__(self, path: Path, lineage: Lineage, key: dict[str, Any], every_seconds: float):
@@ -79,25 +84,45 @@ class _Partial:
         self.written = time.monotonic()
 
     def remove(self) -> None:
-        """Delete it; the whole result is there."""
+        """Delete it, and those of more processes than there are now; the whole result is there."""
         self.path.unlink(missing_ok=True)
+        for other in self.path.parent.glob(f"{glob.escape(self.path.name)}.[0-9]*"):
+            other.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class _Stream:
-    """The text of a calibration, fed to a step batch by batch; a pass over it can be left and taken up again."""
+    """The text of a calibration, fed to a step batch by batch; a pass over it can be left and taken up again.
+
+    Attributes:
+        blocks: all of the text.
+        settings: its sizes.
+        share: the samples that this process takes.
+        batch: samples of a batch.
+        device: where they go.
+        home: where the sums lie; `None` for wherever what they are of lies.
+        processes: among which the samples are shared.
+        reporter: where progress goes.
+    """
 
     blocks: TokenBlocks
     settings: CalibrationSettings
+    share: range
     batch: int
     device: torch.device
+    home: torch.device | None
+    processes: Processes
     reporter: Reporter
+
+    def tokens_before(self, done: int) -> int:
+        """Tokens of the text before the one that comes after `done` samples of the share."""
+        return (self.share.start + done) * self.settings.seq_len
 
     def earlier(self, partial: _Partial, what: str) -> tuple[int, dict[str, Tensor]]:
         """The number of samples that an earlier process got through, and its sums."""
         done, stored = partial.load()
         if done:
-            self.reporter.notice(f"going on after {done} of {self.settings.samples} samples of {what}")
+            self.reporter.notice(f"going on after {done} of {len(self.share)} samples of {what}")
         return done, stored
 
     def feed(
@@ -108,12 +133,12 @@ class _Stream:
         partial: _Partial,
         sums: Callable[[], dict[str, Tensor]],
     ) -> None:
-        """Call `step` with every batch after the first `done` samples; write what it sums up now and then."""
-        length = self.settings.seq_len
-        with self.reporter.task(title, total=self.settings.samples * length, unit="tokens") as task:
+        """Call `step` with every batch after the first `done` of the share; write what it sums up now and then."""
+        length, mine = self.settings.seq_len, self.blocks.ids[self.share.start : self.share.stop]
+        with self.reporter.task(title, total=len(mine) * length, unit="tokens") as task:
             task.advance(done * length)
-            for start in range(done, len(self.blocks.ids), self.batch):
-                ids = self.blocks.ids[start : start + self.batch]
+            for start in range(done, len(mine), self.batch):
+                ids = mine[start : start + self.batch]
                 step(ids.to(self.device))
                 task.advance(ids.numel())
                 partial.save(start + len(ids), sums())
@@ -123,10 +148,10 @@ def _gram_pass(
     family: Family, model: Any, layers: Sequence[StatefulLayer], stream: _Stream, partial: _Partial, name: str
 ) -> dict[str, Tensor]:
     """Stream all tokens through the model once and add up what the selectors need."""
-    observation = observe(layers, stream.settings)
     done, stored = stream.earlier(partial, "earlier sums")
+    observation = observe(layers, stream.settings, seen=stream.tokens_before(done), home=stream.home)
     if done:
-        observation.restore(stored, done * stream.settings.seq_len, stream.device)
+        observation.restore(stored, stream.tokens_before(done), stream.home or stream.device)
 
     def step(ids: Tensor) -> None:
         # The head's logits are not needed: the body alone runs.
@@ -134,8 +159,9 @@ def _gram_pass(
 
     with torch.inference_mode(), observation.attached(family, model):
         stream.feed("calibrating", step, done, partial, observation.tensors)
+    observation.combine(stream.processes)
     observation.check_finite(name)
-    return {key: tensor.cpu() for key, tensor in observation.tensors().items()}
+    return observation.tensors()
 
 
 def _projections(layer: StatefulLayer) -> dict[str, list[Member]]:
@@ -171,7 +197,7 @@ def _saliency_pass(
     }
     done, stored = stream.earlier(partial, "an earlier saliency pass")
     gradients = {
-        key: stored[_gradient_name(*key)].to(stream.device) if done else torch.zeros_like(weight, dtype=torch.float32)
+        key: (stored[_gradient_name(*key)] if done else torch.zeros(weight.shape)).to(stream.home or weight.device)
         for key, weight in weights.items()
     }
     predicted = stream.settings.samples * (stream.settings.seq_len - 1)
@@ -181,16 +207,19 @@ def _saliency_pass(
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / predicted
         for key, gradient in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
-            gradients[key] += gradient.float()
+            gradients[key] += gradient.float().to(gradients[key].device)
 
     def sums() -> dict[str, Tensor]:
         return {_gradient_name(*key): gradient for key, gradient in gradients.items()}
 
     stream.feed("saliency", step, done, partial, sums)
+    gradients = {key: gradient.cpu() for key, gradient in gradients.items()}
+    stream.processes.add(gradients.values())
     saliency: dict[str, Tensor] = {}
     for layer in layers:
         for side, members in _projections(layer).items():
-            weight, gradient = weights[layer.index, side].detach().double(), gradients[layer.index, side].double()
+            weight = weights[layer.index, side].detach().cpu().double()
+            gradient = gradients[layer.index, side].double()
             if not torch.isfinite(gradient).all():
                 raise ModelError(f"the gradient of {members[0].tensor} is NaN or infinite", "try --dtype float32")
             products = (weight * gradient).abs()
@@ -261,6 +290,105 @@ def check_calibration(
     return layers
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What the leader has found to do.
+
+    Attributes:
+        blocks: the text.
+        dtype: that of a calibration which is to be extended, so that one file is computed in one dtype; `None` for the
+            machine's.
+        sums: whether the sums are to be computed.
+        saliency: whether the gradients are.
+    """
+
+    blocks: TokenBlocks
+    dtype: str | None
+    sums: bool
+    saliency: bool
+
+
+@dataclass(frozen=True)
+class _Calibrator:
+    """One process at work on a calibration.
+
+    Attributes:
+        source: the model.
+        settings: the text and its amount.
+        output: beside which sums under way are written.
+        machine: where it runs.
+        reporter: where progress goes.
+        checkpoint_seconds: how often sums under way are written.
+        processes: this process among all.
+    """
+
+    source: ModelSource
+    settings: CalibrationSettings
+    output: Path
+    machine: Machine
+    reporter: Reporter
+    checkpoint_seconds: float
+    processes: Processes
+
+    def work(
+        self, job: _Job, layers: Sequence[StatefulLayer], keep: Callable[[dict[str, Tensor], dict[str, Any]], None]
+    ) -> None:
+        """Compute what is to be computed; `keep` is given the tensors of each pass, and what decided how they round."""
+        machine = self.machine if job.dtype is None else replace(self.machine, dtype=job.dtype)
+        device = machine.first_device()
+        model: Any = load_model(
+            self.source,
+            device=device,
+            dtype=machine.torch_dtype(self.source.config),
+            kernel=machine.kernel,
+            trust_remote_code=machine.trust_remote_code,
+            split=machine.split,
+        )
+        machine.announce(model, self.reporter, needs_gradient=job.saliency)
+        if job.saliency:
+            _refuse_kept_off(model, self.source.name)
+        share = self.processes.share(self.settings.samples)
+        tokens = _TOKENS_PER_BATCH_SPLIT if machine.split else _TOKENS_PER_BATCH.get(device.type, 4096)
+        batch = max(1, tokens // self.settings.seq_len)
+        home = torch.device("cpu") if machine.split else None
+        stream = _Stream(job.blocks, self.settings, share, batch, device, home, self.processes, self.reporter)
+        rounding = {"device": device.type, "dtype": str(model.dtype).removeprefix("torch.")}
+        key = {**rounding, "batch": batch, "corpus": job.blocks.digest, "share": [share.start, share.stop]}
+        family = family_for(self.source.config)
+        # Triton launches on the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            partial = self._partial("sums", key)
+            if job.sums:
+                found = _gram_pass(family, model, layers, stream, partial, self.source.name)
+                keep(found, rounding)
+            self._forget(partial)
+            if job.saliency:
+                partial = self._partial("gradients", key)
+                keep(_saliency_pass(family, model, layers, stream, partial), rounding)
+                self._forget(partial)
+
+    def _partial(self, what: str, key: dict[str, Any]) -> _Partial:
+        number = "" if self.processes.leader else f".{self.processes.rank}"
+        path = self.output.with_name(f".{self.output.name}.{what}{number}")
+        return _Partial(path, calibration_lineage(self.source, self.settings), key, self.checkpoint_seconds)
+
+    def _forget(self, partial: _Partial) -> None:
+        # No process lets go of its share before the leader has written the whole.
+        self.processes.wait()
+        partial.remove()
+
+
+def _refuse_kept_off(model: Any, name: str) -> None:
+    """Refuse a backward pass through layers whose weights come and go."""
+    away = kept_off_devices(model)
+    if away:
+        raise ModelError(
+            f"--grad needs the weights of {name} to stay where they compute, but the devices have no room for "
+            f"{', '.join(away[:3]) or 'all of it'}{' …' if len(away) > 3 else ''}",
+            "use more or larger GPUs, or a method that needs no gradient: drrqr, s-wanda, l1",
+        )
+
+
 def calibrate(
     source: ModelSource,
     settings: CalibrationSettings,
@@ -271,6 +399,7 @@ def calibrate(
     overwrite: bool = False,
     reporter: Reporter | None = None,
     checkpoint_seconds: float = 20.0,
+    processes: Processes = ALONE,
 ) -> tuple[Artifact, bool]:
     """Measure what the selectors need, or find that it is there.
 
@@ -283,6 +412,7 @@ def calibrate(
         overwrite: whether a calibration of other inputs, in another dtype, or a damaged one gives way.
         reporter: where progress goes.
         checkpoint_seconds: how often the sums under way are written beside `output`.
+        processes: which this process leads; the others call `assist`.
 
     Returns:
         The calibration, and whether any work was done.
@@ -292,18 +422,25 @@ def calibrate(
             one, and `overwrite` is false.
         DataError: the text cannot be read or is too little.
         FamilyError: the family is unknown.
-        ModelError: the model cannot be loaded, or its statistics are not finite (the layer is named).
+        ModelError: the model cannot be loaded, or its statistics are not finite (the layer is named), or gradients are
+            wanted of a model too large for the devices.
+        UsageError: there are more processes than samples.
     """
     machine = machine or Machine()
     reporter = reporter or SilentReporter()
     lineage = calibration_lineage(source, settings)
     existing = _existing(output, lineage, source, machine, overwrite)
     if existing is not None and (not saliency or has_saliency(existing)):
+        processes.tell(None)
         return existing, False
 
-    family = family_for(source.config)
     layers = check_calibration(source, settings, reporter)
-    refuse_where_fla_cannot_run(source.config, machine.torch_device().type, machine.torch_dtype(source.config))
+    if processes.size > settings.samples:
+        raise UsageError(
+            f"{processes.size} processes cannot share {settings.samples} samples",
+            f"start {settings.samples} at the most, or pass more --samples",
+        )
+    refuse_where_fla_cannot_run(source.config, machine.first_device().type, machine.torch_dtype(source.config))
     tokenizer = load_tokenizer(source, trust_remote_code=machine.trust_remote_code)
     blocks = token_blocks(
         settings.data,
@@ -319,47 +456,55 @@ def calibrate(
             f"(digest {existing.lineage.record['corpus'][:12]}, now {blocks.digest[:12]}); saliency cannot extend it",
             "pass --overwrite to calibrate anew",
         )
-    stored: dict[str, Tensor] = {}
-    if existing is not None:
-        stored = existing.tensors()
-        # What is in one file was computed in one dtype.
-        machine = replace(machine, dtype=existing.lineage.record["dtype"])
-    device = machine.torch_device()
-    model: Any = load_model(
-        source,
-        device=device,
-        dtype=machine.torch_dtype(source.config),
-        kernel=machine.kernel,
-        trust_remote_code=machine.trust_remote_code,
-    )
-    machine.announce(model, reporter, needs_gradient=saliency)
-    dtype = str(model.dtype).removeprefix("torch.")
-    batch = max(1, _TOKENS_PER_BATCH.get(device.type, 4096) // settings.seq_len)
-    stream = _Stream(blocks, settings, batch, device, reporter)
-    key = {"batch": batch, "device": device.type, "dtype": dtype, "corpus": blocks.digest}
-    sums, gradients = (
-        _Partial(output.with_name(f".{output.name}.{part}"), lineage, key, checkpoint_seconds)
-        for part in ("sums", "gradients")
-    )
-    if existing is None:
-        stored = _gram_pass(family, model, layers, stream, sums, source.name)
-        stored |= _weight_statistics(source, layers, stored)
-        record = {
-            "tokens": settings.samples * settings.seq_len,
-            "corpus": blocks.digest,
-            "text": blocks.description,
-            "layers": [{"index": layer.index, "heads": layer.heads, "key_width": layer.key_width} for layer in layers],
-            "device": device.type,
-            "dtype": dtype,
-        }
-        # Whole before the saliency pass begins, so that a kill in there does not cost the sums.
+    stored: dict[str, Tensor] = {} if existing is None else existing.tensors()
+    dtype = None if existing is None else existing.lineage.record["dtype"]
+    job: _Job = processes.tell(_Job(blocks, dtype, existing is None, saliency))
+
+    def keep(found: dict[str, Tensor], rounding: dict[str, Any]) -> None:
+        nonlocal existing
+        stored.update(found)
+        if existing is None:
+            stored.update(_weight_statistics(source, layers, stored))
+            record = {
+                "tokens": settings.samples * settings.seq_len,
+                "corpus": blocks.digest,
+                "text": blocks.description,
+                "layers": [
+                    {"index": layer.index, "heads": layer.heads, "key_width": layer.key_width} for layer in layers
+                ],
+                **rounding,
+            }
+        else:
+            record = existing.lineage.record
+        # Sums are whole on disk before the saliency pass begins, so that a kill in there does not cost them.
         existing = write_artifact(output, replace(lineage, record=record), stored)
-    sums.remove()
-    if saliency:
-        stored |= _saliency_pass(family, model, layers, stream, gradients)
-        existing = write_artifact(output, replace(lineage, record=existing.lineage.record), stored)
-        gradients.remove()
+
+    _Calibrator(source, settings, output, machine, reporter, checkpoint_seconds, processes).work(job, layers, keep)
+    assert existing is not None
     return existing, True
+
+
+def assist(
+    source: ModelSource,
+    settings: CalibrationSettings,
+    output: Path,
+    *,
+    machine: Machine,
+    processes: Processes,
+    checkpoint_seconds: float = 20.0,
+) -> None:
+    """Compute this process's share of what the leader is calibrating, if it has anything to do; see `calibrate`.
+
+    Raises:
+        LapcliError: the model cannot be loaded or run here, or another process ended.
+    """
+    job: _Job | None = processes.tell(None)
+    if job is None:
+        return
+    reporter = SilentReporter()
+    layers = check_calibration(source, settings, reporter)
+    calibrator = _Calibrator(source, settings, output, machine, reporter, checkpoint_seconds, processes)
+    calibrator.work(job, layers, lambda _found, _rounding: None)
 
 
 def _existing(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapcli.errors import DataError, ModelError
 from lapcli.families.base import Family, StatefulLayer
+from lapcli.parallel import Processes
 from lapcli.recipe import CalibrationSettings
 
 _SUMS = ("gram_key", "gram_query", "input_sq")
@@ -18,7 +19,7 @@ _TRIANGLES = ("triangle_key", "triangle_query")
 
 @dataclass
 class _Sums:
-    """The sums of one layer, on the model's device; an `Observer`."""
+    """The sums of one layer; an `Observer`. Products are computed where the layer lies."""
 
     layer: StatefulLayer
     normalized: bool
@@ -27,6 +28,9 @@ class _Sums:
     exact: bool
     """Whether triangles of a streamed QR are kept too."""
     seen: int = 0
+    """Tokens of the text that came before."""
+    home: torch.device | None = None
+    """Where the sums lie; `None` for the layer's own device."""
     gram_key: Tensor = field(default_factory=lambda: torch.empty(0))
     gram_query: Tensor = field(default_factory=lambda: torch.empty(0))
     input_sq: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -41,6 +45,7 @@ class _Sums:
     def mixer_input(self, hidden: Tensor) -> None:
         """Add the squares of `[B, T, D]`."""
         squares = hidden.detach().double().square().sum(dim=(0, 1))
+        squares = self._at_home(squares)
         self.input_sq = squares if self.input_sq.numel() == 0 else self.input_sq.add_(squares)
 
     def queries_keys(self, q: Tensor, k: Tensor) -> None:
@@ -57,7 +62,7 @@ class _Sums:
             if self.normalized:
                 wide = wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
             heads = wide.transpose(0, 1)
-            gram = heads.mT @ heads
+            gram = self._at_home(heads.mT @ heads)
             old: Tensor = getattr(self, name)
             setattr(self, name, gram if old.numel() == 0 else old.add_(gram))
             if self.exact:
@@ -65,8 +70,12 @@ class _Sums:
                 above: Tensor = getattr(self, triangle)
                 # Zeros at the start make it square however few rows come first.
                 above = torch.zeros_like(gram) if above.numel() == 0 else above
-                setattr(self, triangle, torch.linalg.qr(torch.cat((above, heads), dim=-2), mode="r").R)
+                stacked = torch.cat((above.to(heads.device), heads), dim=-2)
+                setattr(self, triangle, self._at_home(torch.linalg.qr(stacked, mode="r").R))
         self.seen += tokens
+
+    def _at_home(self, values: Tensor) -> Tensor:
+        return values if self.home is None else values.to(self.home)
 
 
 def _picks(settings: CalibrationSettings, layer: StatefulLayer) -> tuple[Tensor, Tensor] | None:
@@ -104,11 +113,27 @@ class Observation:
         return {f"layers.{sums.layer.index}.{part}": getattr(sums, part) for sums in self.layers for part in sums.parts}
 
     def restore(self, stored: Mapping[str, Tensor], seen: int, device: torch.device) -> None:
-        """Take up sums over the first `seen` tokens."""
+        """Take up sums over the tokens up to the `seen`-th of the text."""
         for sums in self.layers:
             for part in sums.parts:
                 setattr(sums, part, stored[f"layers.{sums.layer.index}.{part}"].to(device))
             sums.seen = seen
+
+    def combine(self, processes: Processes) -> None:
+        """Make the sums those of all processes, each of which has seen its share of the text; they move to the CPU.
+
+        Raises:
+            LapcliError: another process ended.
+        """
+        for sums in self.layers:
+            for part in sums.parts:
+                mine = getattr(sums, part).cpu()
+                if part in _TRIANGLES and processes.size > 1:
+                    stacked = torch.cat(processes.collect(mine), dim=-2)
+                    mine = torch.linalg.qr(stacked, mode="r").R
+                else:
+                    processes.add([mine])
+                setattr(sums, part, mine)
 
     def nbytes(self) -> int:
         """Memory that the sums take."""
@@ -132,10 +157,25 @@ class Observation:
                     )
 
 
-def observe(layers: Sequence[StatefulLayer], settings: CalibrationSettings | None = None) -> Observation:
-    """Empty sums for these layers; over all tokens and unnormalised unless the settings say otherwise."""
+def observe(
+    layers: Sequence[StatefulLayer],
+    settings: CalibrationSettings | None = None,
+    *,
+    seen: int = 0,
+    home: torch.device | None = None,
+) -> Observation:
+    """Empty sums.
+
+    Args:
+        layers: of these.
+        settings: which tokens count and how; all and unnormalised where there are none.
+        seen: how many tokens of the text come before the first that will pass.
+        home: where the sums lie; each on its layer's device where that is not said.
+    """
     if settings is None:
-        return Observation(tuple(_Sums(layer, False, None, False) for layer in layers))
+        return Observation(tuple(_Sums(layer, False, None, False, seen, home) for layer in layers))
     return Observation(
-        tuple(_Sums(layer, settings.normalized, _picks(settings, layer), settings.exact) for layer in layers)
+        tuple(
+            _Sums(layer, settings.normalized, _picks(settings, layer), settings.exact, seen, home) for layer in layers
+        )
     )

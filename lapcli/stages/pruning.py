@@ -9,6 +9,7 @@ from lapcli.families.base import StatefulLayer
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource, refuse_quantised, resolve_model
 from lapcli.machine import Machine
+from lapcli.parallel import ALONE, Processes
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors.budget import KeptWidth
@@ -178,6 +179,7 @@ def prune(
     overwrite: bool = False,
     reporter: Reporter | None = None,
     checkpoint_seconds: float = 20.0,
+    processes: Processes = ALONE,
 ) -> PruneResult:
     """Calibrate, select and slice, leaving the results in a run directory; what is there already is not done again.
 
@@ -190,6 +192,7 @@ def prune(
         overwrite: whether results of other inputs give way.
         reporter: where progress goes.
         checkpoint_seconds: how often a calibration under way is saved.
+        processes: which this process leads; the others `assist` in the calibration.
 
     Returns:
         The artifacts, the sizes, and which steps did any work.
@@ -213,6 +216,7 @@ def prune(
         overwrite=overwrite,
         reporter=reporter,
         checkpoint_seconds=checkpoint_seconds,
+        processes=processes,
     )
     selected, did_select = select(calibrated, selection, run.selection, overwrite=overwrite, reporter=reporter)
     sliced, did_slice = slice_into(source, selected, run.sliced, overwrite=overwrite, reporter=reporter)
