@@ -113,6 +113,19 @@ def test_the_whole_multimodal_model_loads_from_a_slice(family, tmp_path):
     assert relative_error(made, logits(sliced)) < 1e-5
 
 
+def test_a_text_model_saved_from_a_multimodal_one_is_sliced_by_the_names_it_keeps(tmp_path):
+    whole = resolve_model(str(tiny_stock_model("qwen3_5", tmp_path / "base", multimodal=True)))
+    load_model(whole).save_pretrained(tmp_path / "text")
+    text = resolve_model(str(tmp_path / "text"))
+    assert text.config["model_type"] == "qwen3_5_text"
+    assert any(name.startswith("model.language_model.") for name in text.tensors)
+    kept = random_kept(text, KEPT)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    found, wanted = sliced_by(text, kept, tmp_path / "a"), sliced_by(whole, kept, tmp_path / "b")
+    assert torch.equal(logits(found), logits(wanted))
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 def test_layer_types_may_be_left_to_the_interval(family, tmp_path):
     """As in the configs that these models are released with."""
