@@ -27,6 +27,7 @@ from lapcli.families.base import Family, Member, StatefulLayer
 from lapcli.families.fields import optional_integer
 from lapcli.families.fla_library import refuse_where_fla_cannot_run
 from lapcli.families.loading import kept_off_devices, load_model, load_tokenizer
+from lapcli.families.packed import text_part
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
 from lapcli.machine import Machine
@@ -242,9 +243,12 @@ def _weight_statistics(
 ) -> dict[str, Tensor]:
     """What L1 and S-Wanda need of the weights, so that selection needs no model."""
     found: dict[str, Tensor] = {}
+    family = family_for(source.config)
+    shapes = {name: entry.shape for name, (_header, entry) in source.tensors.items()}
     for layer in layers:
         inputs = sums[f"layers.{layer.index}.input_sq"]
-        for side, members in _projections(layer).items():
+        stored = replace(layer, members=family.members(layer, shapes))
+        for side, members in _projections(stored).items():
             copies = [read_rows(source, layer, member) for member in members]
             magnitudes = torch.stack([channel_magnitudes(rows) for rows in copies])
             found[f"layers.{layer.index}.magnitude_{side}"] = magnitudes.sum(0)
@@ -270,7 +274,8 @@ def check_calibration(
     assert source.headers  # raises where the weights do not fit the config
     if not layers:
         raise ModelError(f"{source.name} has no layer with a state, so there is nothing to calibrate")
-    without = source.config.get("num_hidden_layers", len(layers)) - len(layers)
+    text = text_part(source.config)
+    without = text.get("num_hidden_layers", len(layers)) - len(layers)
     if without:
         reporter.notice(f"{without} layers of {source.name} keep no state and are skipped")
     widest = max(layer.key_width for layer in layers)
@@ -281,7 +286,7 @@ def check_calibration(
             f"{counted} tokens cannot span the {widest} key channels of a head",
             f"pass --samples and --seq-len with a product of {widest} at the least; thousands are better",
         )
-    longest = optional_integer(source.config, "max_position_embeddings", settings.seq_len)
+    longest = optional_integer(text, "max_position_embeddings", settings.seq_len)
     if settings.seq_len > longest:
         raise DataError(
             f"--seq-len {settings.seq_len} is longer than the {longest} tokens that {source.name} takes",

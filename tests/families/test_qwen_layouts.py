@@ -1,6 +1,7 @@
 """One model in Qwen3-Next's interleaved layout and in Qwen3.5's flat one; and neither taken for the other."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from safetensors.torch import load_file, save_file
 from lapcli.errors import FamilyError, ModelError
 from lapcli.families.loading import load_model
 from lapcli.families.source import resolve_model
+from lapcli.machine import Machine
+from lapcli.recipe import CalibrationSettings
+from lapcli.reporting import SilentReporter
+from lapcli.stages.calibration import calibrate
 from lapcli.stages.slicing import plan_slicing
 from lapcli.testing.oracle import relative_error
 from lapcli.testing.slices import layers_of, random_kept, selection_of, sliced_by
@@ -124,6 +129,26 @@ def test_a_text_model_saved_from_a_multimodal_one_is_sliced_by_the_names_it_keep
     (tmp_path / "b").mkdir()
     found, wanted = sliced_by(text, kept, tmp_path / "a"), sliced_by(whole, kept, tmp_path / "b")
     assert torch.equal(logits(found), logits(wanted))
+
+
+def test_both_names_give_one_calibration(tmp_path):
+    """The weights that go into it are read from disk, by the names that are there."""
+    whole = resolve_model(str(tiny_stock_model("qwen3_5", tmp_path / "base", multimodal=True)))
+    load_model(whole).save_pretrained(tmp_path / "text")
+    shutil.copy(whole.path / "tokenizer.json", tmp_path / "text")
+    shutil.copy(whole.path / "tokenizer_config.json", tmp_path / "text")
+    settings = CalibrationSettings(data="builtin", samples=2, seq_len=64)
+    found = []
+    for source in (whole, resolve_model(str(tmp_path / "text"))):
+        notes = []
+        reporter = SilentReporter()
+        reporter.notice = notes.append
+        path = tmp_path / f"{source.path.name}.safetensors"
+        made, _worked = calibrate(source, settings, path, machine=Machine(device="cpu"), reporter=reporter)
+        assert any(note.startswith("1 layers of") for note in notes)
+        found.append(made.tensors())
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
