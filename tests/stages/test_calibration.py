@@ -314,7 +314,7 @@ def test_unknown_family_lists_the_known(model, settings, tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     (tmp_path / "m" / "model.safetensors").write_bytes((model.path / "model.safetensors").read_bytes())
-    with pytest.raises(FamilyError, match="delta_net, gated_deltanet"):
+    with pytest.raises(FamilyError, match=r"delta_net, .*gated_deltanet"):
         calibrate(resolve_model(str(tmp_path / "m")), settings, tmp_path / "c.safetensors", machine=CPU)
 
 

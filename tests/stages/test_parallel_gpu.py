@@ -89,8 +89,8 @@ def room(monkeypatch):
 
 
 def test_a_model_spread_over_two_gpus(one, room, tmp_path):
-    # The model takes 26 MB in fp64.
-    room({0: 16_000_000, 1: 40_000_000, "cpu": 10**9})
+    # The model takes 53 MB in fp64.
+    room({0: 60_000_000, 1: 60_000_000, "cpu": 10**9})
     reporter = SilentReporter()
     machine = Machine(device="split", **OPTIONS)
     source = resolve_model("demo:gdn")
@@ -103,7 +103,7 @@ def test_a_model_spread_over_two_gpus(one, room, tmp_path):
 
 
 def test_a_model_larger_than_its_gpu_lies_in_memory(one, room, tmp_path):
-    room({0: 16_000_000, "cpu": 10**9})
+    room({0: 40_000_000, "cpu": 10**9})
     reporter = SilentReporter()
     machine = Machine(device="split", **OPTIONS)
     source = resolve_model("demo:gdn")
