@@ -39,7 +39,11 @@ PUBLISHED = {
     "bamba": {"mamba_d_head": "auto"},
     "falcon_h1": {"mamba_d_head": "auto"},
     "granitemoehybrid": {"mamba_d_head": "auto", "layer_types": ["mamba", "attention", "mamba"]},
-    "granitemoehybrid-other-name": {"layers_block_type": ["mamba", "attention", "mamba"], "layer_types": None},
+    # By this name transformers 5.17 takes the new types alone.
+    "granitemoehybrid-other-name": {
+        "layers_block_type": ["linear_attention", "full_attention", "linear_attention"],
+        "layer_types": None,
+    },
     "nemotron_h": {"hybrid_override_pattern": "M*EM-", "layers_block_type": None, "num_hidden_layers": 5},
     "nemotron_h-older-names": {
         "layers_block_type": ["mamba", "attention", "moe", "mamba", "mlp"],
