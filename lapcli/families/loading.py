@@ -95,12 +95,19 @@ def _packaged_class(source: ModelSource, trust_remote_code: bool) -> Any:
 
 
 def _library_class(source: ModelSource) -> Any:
-    """The `Auto` class that finds a model; some models with a vision tower have no text model of their own."""
+    """The `Auto` class that finds a model; some models with a vision tower have no text model of their own.
+
+    Where another package has put its own class in the place of transformers', it is transformers' class itself: fla
+    does so with Mamba-2 when it is imported, which Qwen's models do wherever it is installed.
+    """
     import transformers
 
     mapped = transformers.models.auto.modeling_auto
-    model_type = source.config.get("model_type")
+    model_type = str(source.config.get("model_type"))
     texts, images = mapped.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, mapped.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    configs = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if model_type in texts and model_type in configs and not configs[model_type].__module__.startswith("transformers."):
+        return getattr(transformers, texts[model_type])
     if model_type in images and model_type not in texts:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM

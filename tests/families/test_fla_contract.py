@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -244,6 +243,24 @@ def test_deltaproduct_in_fp32_is_refused(monkeypatch):
         refuse_where_fla_cannot_run({"model_type": "gated_deltaproduct"}, "cuda", torch.float32)
 
 
+def test_other_models_stay_transformers_own_once_fla_is_imported(tmp_path):
+    """fla registers a Mamba-2 of its own in the place of transformers'."""
+    program = """
+import sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from lapcli.families.loading import load_model, resolve_model
+from lapcli.testing.stock_models import tiny_stock_model
+folder = tiny_stock_model("mamba2", Path(sys.argv[1]))
+import fla.models
+from transformers import AutoConfig
+assert type(AutoConfig.from_pretrained(folder)).__module__.startswith("fla.")
+print(type(load_model(resolve_model(str(folder)))).__module__)
+"""
+    out = in_a_process(program, str(tmp_path / "mamba2"), given=None)
+    assert out.splitlines()[-1] == "transformers.models.mamba2.modeling_mamba2"
+
+
 def assert_stepwise(errors: dict[str, float]):
     assert errors["oracle"] < FP32
     assert errors["decode"] < FP32
@@ -264,32 +281,34 @@ def test_sliced_equals_masked_in_the_interpreter(interpreted, name):
     assert_stepwise(interpreted[name])
 
 
+def on_a_gpu(test):
+    """Marks a test: skipped where there is no GPU; fla, triton and transformers warn about themselves."""
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    return pytest.mark.gpu(skip(pytest.mark.filterwarnings("ignore")(test)))
+
+
 @pytest.fixture
-def on_a_gpu():
-    """Skips where there is none; fla, triton and transformers warn about themselves."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        register_gdn2()
-        yield
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", VARIANTS)
-def test_sliced_equals_masked_on_a_gpu(on_a_gpu, models, tmp_path, name):
-    # Not in TF32: torch multiplies fp32 matrices in fp32 by default, and the stepwise kernels have no matrix products.
+def fla_on_a_gpu(monkeypatch):
+    """All types registered; convolutions in fp32, for cuDNN's are in TF32 by default (torch's matrices are not)."""
+    register_gdn2()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert not torch.backends.cuda.matmul.allow_tf32
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sliced_equals_masked_on_a_gpu(fla_on_a_gpu, models, tmp_path, name):
+    # The bounds of the interpreter: up to 64 tokens fla's kernels have no matrix products, so no TF32.
     assert_stepwise(stepwise_errors(models / name / "base", tmp_path, "cuda", 60))
 
 
 DTYPES = [(torch.float32, 2**-10), (torch.bfloat16, 2**-8)]
 
 
-@pytest.mark.gpu
+@on_a_gpu
 @pytest.mark.parametrize(("dtype", "unit"), DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_chunked_kernels_lose_no_more_by_the_cut(on_a_gpu, models, tmp_path, name, dtype, unit):
+def test_chunked_kernels_lose_no_more_by_the_cut(fla_on_a_gpu, models, tmp_path, name, dtype, unit):
     """Sliced against a truth in fp32, as close as the masked model comes to it, which runs the same kernels.
 
     Twice its error, and one unit in the last place at the largest logit: of bf16, or of TF32, in which the chunked
@@ -302,9 +321,9 @@ def test_chunked_kernels_lose_no_more_by_the_cut(on_a_gpu, models, tmp_path, nam
     assert errors["masked"] < 0.2, errors  # or the first would say nothing
 
 
-@pytest.mark.gpu
+@on_a_gpu
 @pytest.mark.parametrize("name", ["gla-shared-keys-conv-relu", "kda-gva-no-conv", "gdn2", "gated_deltaproduct"])
-def test_calibrated_selected_and_sliced_by_every_selector_it_runs(on_a_gpu, models, tmp_path, name):
+def test_calibrated_selected_and_sliced_by_every_selector_it_runs(fla_on_a_gpu, models, tmp_path, name):
     source = resolve_model(str(models / name / "base"))
     settings = CalibrationSettings(data="builtin", samples=8, seq_len=128)
     machine = Machine(device="cuda", dtype="bfloat16")
