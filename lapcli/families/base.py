@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Role = Literal[
     "key projection",
     "query projection",
+    "key projection bias",
+    "query projection bias",
     "key convolution",
     "query convolution",
     "key convolution bias",

@@ -29,6 +29,7 @@ class Mamba2(Family):
             taps=positive_integer(config, "conv_kernel"),
             bias=switch(config, "use_conv_bias", True),
             activation=config.get("hidden_act", "silu"),
+            projection_bias=switch(config, "use_bias", False),
         )
         mixers = (f"backbone.layers.{index}.mixer" for index in range(positive_integer(config, "num_hidden_layers")))
         return tuple(groups.layer(index, disk=mixer, memory=mixer) for index, mixer in enumerate(mixers))

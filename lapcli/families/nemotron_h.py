@@ -5,7 +5,7 @@ from typing import Any
 
 from lapcli.families.base import Family, StatefulLayer
 from lapcli.families.fields import bad_field, positive_integer, switch
-from lapcli.families.packed import MambaGroups, refuse_projection_bias
+from lapcli.families.packed import MambaGroups
 
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 _STATEFUL = {"linear_attention", "mamba"}
@@ -23,7 +23,6 @@ class NemotronH(Family):
     def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
         """Declare the Mamba layers of the model itself; transformers loads no MTP head (`mtp.*`)."""
         fields = {**config, **{name: config[other] for name, other in _OTHER_NAMES.items() if other in config}}
-        refuse_projection_bias(fields, "use_bias")
         groups = MambaGroups(
             heads=positive_integer(fields, "mamba_num_heads"),
             head_width=positive_integer(fields, "mamba_head_dim"),
@@ -32,6 +31,7 @@ class NemotronH(Family):
             taps=positive_integer(fields, "conv_kernel"),
             bias=switch(fields, "use_conv_bias", True),
             activation=fields.get("mamba_hidden_act", "silu"),
+            projection_bias=switch(fields, "use_bias", False),
         )
         return tuple(
             groups.layer(index, disk=f"backbone.layers.{index}.mixer", memory=f"model.layers.{index}.mixer")

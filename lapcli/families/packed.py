@@ -126,16 +126,6 @@ def expanded_width(config: Mapping[str, Any], field: str) -> int:
     return int(positive_number(config, field) * positive_integer(config, "hidden_size"))
 
 
-def refuse_projection_bias(config: Mapping[str, Any], field: str) -> None:
-    """Refuse a Mamba mixer whose `in_proj` has a bias: its rows of B and C would have to be cut too.
-
-    Raises:
-        ModelError: the field says that there is one.
-    """
-    if switch(config, field, False):
-        raise bad_field(field, True, "false, since lapcli does not cut a bias of in_proj,")
-
-
 @dataclass(frozen=True)
 class MambaGroups:
     """Sizes of a Mamba-2 mixer, whatever a config calls them.
@@ -148,6 +138,7 @@ class MambaGroups:
         taps: length of the short convolution.
         bias: whether the convolution has one.
         activation: after the convolution.
+        projection_bias: whether `in_proj` has one.
     """
 
     heads: int
@@ -157,6 +148,7 @@ class MambaGroups:
     taps: int
     bias: bool
     activation: str = "silu"
+    projection_bias: bool = False
 
     @classmethod
     def read(cls, config: Mapping[str, Any], inner: int) -> "MambaGroups":
@@ -167,12 +159,11 @@ class MambaGroups:
             inner: channels of all heads together.
 
         Raises:
-            ModelError: a field has no usable value, or the input projection has a bias.
+            ModelError: a field has no usable value.
         """
         heads = positive_integer(config, "mamba_n_heads")
         if inner % heads:
             raise bad_field("mamba_n_heads", heads, f"a divisor of the mixer's width {inner}")
-        refuse_projection_bias(config, "mamba_proj_bias")
         return cls(
             heads=heads,
             head_width=inner // heads,
@@ -181,6 +172,7 @@ class MambaGroups:
             taps=positive_integer(config, "mamba_d_conv"),
             bias=switch(config, "mamba_conv_bias", True),
             activation=config.get("hidden_act", "silu"),
+            projection_bias=switch(config, "mamba_proj_bias", False),
         )
 
     def layer(self, index: int, *, disk: str, memory: str) -> StatefulLayer:
@@ -199,6 +191,11 @@ class MambaGroups:
             Member(f"{convolution}.weight", "key convolution", width, offset=inner),
             Member(f"{convolution}.weight", "query convolution", width, offset=inner + side),
         ]
+        if self.projection_bias:
+            members += [
+                Member(f"{disk}.in_proj.bias", "key projection bias", width, offset=2 * inner),
+                Member(f"{disk}.in_proj.bias", "query projection bias", width, offset=2 * inner + side),
+            ]
         if self.bias:
             members += [
                 Member(f"{convolution}.bias", "key convolution bias", width, offset=inner),

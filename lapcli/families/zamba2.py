@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lapcli.families.base import Family, StatefulLayer
-from lapcli.families.fields import bad_field, positive_integer
-from lapcli.families.packed import MambaGroups, expanded_width, layers_of_type, refuse_projection_bias
+from lapcli.families.fields import bad_field, positive_integer, switch
+from lapcli.families.packed import MambaGroups, expanded_width, layers_of_type
 
 
 class Zamba2(Family):
@@ -20,7 +20,6 @@ class Zamba2(Family):
         heads, inner = positive_integer(config, "n_mamba_heads"), expanded_width(config, "mamba_expand")
         if inner % heads:
             raise bad_field("n_mamba_heads", heads, f"a divisor of mamba_expand x hidden_size = {inner}")
-        refuse_projection_bias(config, "add_bias_linear")
         groups = MambaGroups(
             heads=heads,
             head_width=inner // heads,
@@ -28,6 +27,7 @@ class Zamba2(Family):
             state_width=positive_integer(config, "mamba_d_state"),
             taps=positive_integer(config, "mamba_d_conv"),
             bias=True,  # whatever `use_conv_bias` says: no version of the library reads it here
+            projection_bias=switch(config, "add_bias_linear", False),
         )
         hybrid = set(layers_of_type(config, "hybrid", field="layers_block_type"))
 

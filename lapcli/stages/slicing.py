@@ -198,7 +198,7 @@ def _work(source: ModelSource, layers: tuple[StatefulLayer, ...], kept: Mapping[
     head = family.mtp(source.config, source.tensors.keys())
     # The width that a mixer of the head is built with is the model's, and no kept channels were chosen for it.
     drop = head is not None and bool(head.stateful)
-    dropped = head.tensors if drop else frozenset()
+    dropped: frozenset[str] = head.tensors if head is not None and drop else frozenset()
     entries = [entry for _header, entry in source.tensors.values()]
     plan = SlicePlan(
         kept_width=kept_width,

@@ -73,15 +73,15 @@ def tiny_delta_net(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", 
 
 
 def fill_weights(model: PreTrainedModel, seed: int) -> None:
-    """Draw matrices, filters and embeddings of N(0, 0.25 / fan-in), and the gates' decays and biases of U(-1, 1)."""
+    """Draw matrices, filters and embeddings of N(0, 0.25 / fan-in), and decays and all biases of U(-1, 1)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 fan_in = parameter.shape[-1]
                 parameter.normal_(0.0, 0.5 * fan_in**-0.5, generator=generator)
-            elif name.endswith(("A_log", "dt_bias")):
-                # The model's own start is random too, but not from this seed.
+            elif name.endswith(("A_log", "bias")):
+                # The model's own start is zeros, or random but not from this seed.
                 parameter.uniform_(-1.0, 1.0, generator=generator)
 
 

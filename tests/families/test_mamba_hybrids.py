@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lapcli.artifacts import Lineage, write_artifact
-from lapcli.errors import ModelError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
 from lapcli.stages.observation import observe
@@ -68,22 +67,6 @@ def test_older_spellings_of_a_config_mean_the_same_before_and_after_slicing(case
     }
     with torch.no_grad():
         assert torch.equal(load_model(sliced)(input_ids=IDS).logits, logits)
-
-
-BIASES = {
-    "bamba": "mamba_proj_bias",
-    "falcon_h1": "mamba_proj_bias",
-    "granitemoehybrid": "mamba_proj_bias",
-    "nemotron_h": "use_bias",
-    "zamba2": "add_bias_linear",
-}
-
-
-@pytest.mark.parametrize("model_type", list(BIASES))
-def test_a_bias_of_the_input_projection_is_refused(model_type, tmp_path):
-    source = rewritten(tiny_stock_model(model_type, tmp_path), **{BIASES[model_type]: True})
-    with pytest.raises(ModelError, match=f"{BIASES[model_type]} = True.*in_proj"):
-        family_for(source.config).layers(source.config)
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
