@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from lapcli.families.base import Family, Member, StatefulLayer, Tap, key_axis_members
+from lapcli.families.base import Family, Member, Role, StatefulLayer, Tap, key_axis_members
 from lapcli.families.fields import positive_integer
 from lapcli.families.packed import LinearHeads, layers_of_type
 
@@ -32,7 +32,7 @@ class OlmoHybrid(Family):
 
         def layer(index: int) -> StatefulLayer:
             mixer = f"model.layers.{index}.linear_attn"
-            parts = (
+            parts: tuple[tuple[str, Role], ...] = (
                 ("q_proj.weight", "query projection"),
                 ("k_proj.weight", "key projection"),
                 ("q_conv1d.weight", "query convolution"),
