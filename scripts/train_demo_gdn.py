@@ -38,7 +38,12 @@ def main() -> None:
     train.add_argument("--muon-rate", type=float, default=0.02)
     train.add_argument("--adam-rate", type=float, default=0.003)
     train.add_argument("--decay-from", type=float, default=0.4, help="progress at which the rates begin to fall")
-    train.add_argument("--recall-rows", type=int, default=24_000, help="made for the first stage of three; the last gets three times as many")
+    train.add_argument(
+        "--recall-rows",
+        type=int,
+        default=24_000,
+        help="made for the first stage of three; the last gets three times as many",
+    )
     train.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--limit", type=int, default=None, help="characters to keep of each source")

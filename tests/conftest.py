@@ -4,3 +4,23 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--first-config",
+        action="store_true",
+        help="every Triton autotuner keeps its first configuration: fla's searches take minutes, and change no function",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--first-config"):
+        from triton.runtime.autotuner import Autotuner
+
+        begin = Autotuner.__init__
+
+        def first(self, fn, arg_names, configs, *args, **kwargs):
+            begin(self, fn, arg_names, list(configs)[:1], *args, **kwargs)
+
+        Autotuner.__init__ = first

@@ -364,7 +364,9 @@ def _finish(
             "text_weights": TEXT_WEIGHTS,
             "recall_share_by_progress": RECALL_SHARE,
             "recall_stage_ends": STAGE_ENDS,
-            "recall_stages": [{"lengths": stage.lengths, "rows": stage.rows, **stage.mix._asdict()} for stage in STAGES],
+            "recall_stages": [
+                {"lengths": stage.lengths, "rows": stage.rows, **stage.mix._asdict()} for stage in STAGES
+            ],
         },
         "data": corpus.report,
         "steps": run.steps,
