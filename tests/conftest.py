@@ -10,7 +10,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--first-config",
         action="store_true",
-        help="every Triton autotuner keeps its first configuration: fla's searches take minutes, and change no function",
+        help="every Triton autotuner keeps its first configuration: fla's searches take minutes, and change no result",
     )
 
 

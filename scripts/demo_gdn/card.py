@@ -1,5 +1,6 @@
 """The model card, written from the training log."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -103,4 +104,4 @@ def write_card(output: Path, log: dict[str, Any], config: Any, *, modern: tuple[
 
 def _mean_share(points: list[list[float]]) -> float:
     """The mean of a share that is linear between points `(progress, share)` from 0 to 1."""
-    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in zip(points, points[1:], strict=False))
+    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points))

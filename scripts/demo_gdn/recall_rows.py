@@ -1,7 +1,8 @@
 """Rows of recall documents, made in worker processes while the GPU's code is compiled.
 
 A row is `[length + 1]` tokens: whole documents each followed by the boundary token, and running text in what is left.
-Half of the rows begin with the boundary token too, as a prompt may or may not. Tokens of an asked-for value carry `FLAG`, so that the loss can weigh them.
+Half of the rows begin with the boundary token too, as a prompt may or may not. Tokens of an asked-for value carry
+`FLAG`, so that the loss can weigh them.
 """
 
 import multiprocessing
