@@ -13,7 +13,10 @@ class Mamba2(Family):
 
     name = "mamba2"
     model_types = ("mamba2",)
-    tested = "masked oracle on transformers' own model (1 and 8 groups), reload in a fresh process"
+    tested = (
+        "masked oracle on transformers' own model (1 and 8 groups), reload in a fresh process; "
+        "its PyTorch path on an H200"
+    )
 
     def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
         """Declare all layers; they are alike."""

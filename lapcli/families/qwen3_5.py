@@ -21,7 +21,10 @@ class Qwen35(Family):
 
     name = "qwen3_5"
     model_types = ("qwen3_5", "qwen3_5_text")
-    tested = "masked oracle on transformers' own model (text and multimodal checkpoints), reload in a fresh process"
+    tested = (
+        "masked oracle on transformers' own model (text and multimodal checkpoints), reload in a fresh process; "
+        "fla's kernels through transformers on an H200"
+    )
     projection_on_disk: ClassVar[str] = "in_proj_qkv"
     """Whose first rows are [q, k, v]."""
 
@@ -64,6 +67,7 @@ class Qwen35Moe(Qwen35):
 
     name = "qwen3_5_moe"
     model_types = ("qwen3_5_moe", "qwen3_5_moe_text")
+    tested = "masked oracle on transformers' own model (text and multimodal checkpoints), reload in a fresh process"
 
 
 class Qwen4Exp(Qwen35):
@@ -71,6 +75,7 @@ class Qwen4Exp(Qwen35):
 
     name = "qwen4_exp"
     model_types = ("qwen4_exp", "qwen4_exp_text")
+    tested = Qwen35Moe.tested
 
 
 class LaraMini(Qwen35):
