@@ -1,0 +1,1 @@
+"""Training that heals a pruned model."""
