@@ -395,14 +395,20 @@ def _makers(model: nn.Module, layer: StatefulLayer) -> tuple[str, ...]:
     packed = names[0] == names[1]
     if not packed:
         names.append(f"{layer.mixer}.v_proj")
-    keys, values = layer.heads * layer.key_width, layer.value_heads * layer.value_width
-    for name, channels in zip(
-        dict.fromkeys(names), (2 * keys + values,) if packed else (keys, keys, values), strict=True
-    ):
-        rows = _linear(_module(model, name, layer), name).out_features
-        # Beside them a packed projection has gates; apart, each head may be there more than once.
-        if rows < channels if packed else rows % channels:
-            raise FamilyError(f"{name} has {rows} rows, where the family has {channels} channels of q, k or v")
+    keys, values = layer.heads * layer.key_width, layer.heads * layer.value_width
+    if packed:
+        # Beside them it may have gates.
+        needed = 2 * keys + layer.value_heads * layer.value_width
+        fits = _linear(_module(model, names[0], layer), names[0]).out_features >= needed
+    else:
+        # Each head may be there more than once: read by several, or written several times by one token.
+        rows = [_linear(_module(model, name, layer), name).out_features for name in names]
+        fits = not any(found % side for found, side in zip(rows, (keys, keys, values), strict=True))
+    if not fits:
+        raise FamilyError(
+            f"{', '.join(dict.fromkeys(names))} of layer {layer.index} do not have the rows for {layer.heads} heads of "
+            f"{layer.key_width} key and {layer.value_width} value channels"
+        )
     return tuple(dict.fromkeys(names))
 
 
@@ -469,7 +475,7 @@ def _refuse_uncovered(
     message = f"the LoRA targets {', '.join(targets) or '(none)'} match {covered} of {len(found)} recurrent layers"
     if unmatched:
         message += "; " + "; ".join(
-            f"{target} is in none of the layers {list(rows)}" for target, rows in unmatched.items()
+            f"{target} is missing from layers {list(rows)}" for target, rows in unmatched.items()
         )
     message += ". Matched modules per layer:\n  " + "\n  ".join(lines)
     if elsewhere:

@@ -8,7 +8,6 @@ come out as such numbers, each once, is refused.
 
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,14 +204,16 @@ def rows_on_disk(
         if parameter in wanted and source.tensors[name][1].shape
     }
     layout = {parameter: (Rows(name, rows, rows),) for parameter, (name, rows) in found.items()}
+    causes: dict[str, Exception] = {}
     for first, (converter, parts) in converted.items():
         targets = {first.replace(converter.target_patterns[0], pattern) for pattern in converter.target_patterns}
         if targets & wanted:
-            # What the library cannot convert row by row is refused below, as not found.
-            with suppress(Exception):
+            try:
                 layout |= _converted(model, first, deepcopy(converter), parts, source, wanted)
+            except Exception as error:  # of any kind: operations are the library's, and not meant for numbers of rows
+                causes |= dict.fromkeys(targets, error)
     for name in sorted(wanted):
-        _check_rows(source, name, parameters.get(name), layout.get(name, ()))
+        _check_rows(source, name, parameters.get(name), layout.get(name, ()), causes.get(name))
     return layout
 
 
@@ -243,7 +244,9 @@ def _converted(
     return layout
 
 
-def _check_rows(source: ModelSource, name: str, parameter: Tensor | None, places: tuple[Rows, ...]) -> None:
+def _check_rows(
+    source: ModelSource, name: str, parameter: Tensor | None, places: tuple[Rows, ...], cause: Exception | None
+) -> None:
     """Every row of a parameter must be one row on disk, of the same length."""
     if parameter is None:
         raise FamilyError(
@@ -258,7 +261,7 @@ def _check_rows(source: ModelSource, name: str, parameter: Tensor | None, places
             f"where {name} lies in the files of {source.name} is not known: transformers does not make it of whole "
             "rows of tensors on disk",
             "load the model, give it the adapter with peft and save it; docs/add-a-family.md says what lapcli needs",
-        )
+        ) from cause
 
 
 def _without_weights(source: ModelSource, trust_remote_code: bool) -> Any:

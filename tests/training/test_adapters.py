@@ -301,6 +301,63 @@ def test_what_is_not_finite_is_not_saved(own, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
+def test_a_conversion_that_is_not_of_rows_is_refused(own, monkeypatch):
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    def conversions(_model):
+        return [WeightConverter("attn.q_proj.weight", "attn.q_proj.weight", [Transpose()])]
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", conversions)
+    assert merging.rows_on_disk(own, ["model.layers.0.attn.k_proj.weight"])
+    with pytest.raises(FamilyError, match=r"where model\.layers\.0\.attn\.q_proj\.weight lies .* is not known"):
+        merging.rows_on_disk(own, ["model.layers.0.attn.q_proj.weight"])
+
+
+def test_what_overflows_the_stored_dtype_leaves_nothing_behind(tmp_path):
+    source = resolve_model(str(tiny_stock_model("qwen3_5", tmp_path / "base", dtype=torch.float16)))
+    model, plan = adapted(source)
+    with torch.no_grad():
+        for name, parameter in adapters.trained_parameters(model).items():
+            if ".lora_B." in name:
+                parameter.fill_(1e6)
+    folder = saved(source, model, plan, tmp_path / "adapter")
+    with pytest.raises(ArtifactError, match="infinity once the adapter is merged into F16"):
+        merging.merge(source, folder, tmp_path / "merged")
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+@pytest.mark.filterwarnings("ignore")  # of fla, about drivers
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gla", {"num_heads": 4, "num_kv_heads": 2, "use_short_conv": True}),
+        ("gla", {}),
+        ("kda", {"num_v_heads": 4}),
+        ("gdn2", {}),
+        ("gated_deltaproduct", {}),
+    ],
+    ids=["gla-shared-keys", "gla", "kda", "gdn2", "gated_deltaproduct"],
+)
+def test_flas_models_are_covered_and_merged_without_a_gpu(name, config, tmp_path):
+    pytest.importorskip("fla")
+    from lapcli.testing.fla_models import tiny_fla_model
+
+    source = resolve_model(str(tiny_fla_model(name, tmp_path / "base", **config)))
+    model = transformers.AutoModelForCausalLM.from_pretrained(source.path)
+    plan = adapters.plan_adapters(model, source.config)
+    wrapped = adapters.apply_adapters(model, plan)
+    disturb(wrapped)
+    for planned in plan.layers:
+        assert [lora.removeprefix(f"{planned.mixer}.") for lora in planned.lora] == ["q_proj", "k_proj", "v_proj"]
+    merging.merge(source, saved(source, wrapped, plan, tmp_path / "adapter"), tmp_path / "merged")
+    wanted = dict(wrapped.merge_and_unload().named_parameters())
+    found = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
+    assert wanted.keys() == found.keys()
+    for key, value in found.items():
+        assert torch.allclose(value, wanted[key], rtol=0, atol=1e-6), key
+
+
 def test_a_name_that_is_nowhere_is_refused(own):
     with pytest.raises(FamilyError, match="no parameter"):
         merging.rows_on_disk(own, ["model.layers.0.attn.x_proj.weight"])
