@@ -30,7 +30,9 @@ _UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "Gi
     unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), start=1)
 }
 # What configs call a layer with a KV cache; Zamba-2's "hybrid" is a Mamba-2 layer with attention beside it.
-_SOFTMAX = {"full_attention", "attention", "sliding_attention", "chunked_attention", "hybrid"}
+_SOFTMAX = {"full_attention", "attention", "chunked_attention", "hybrid"}
+_SLIDING = "sliding_attention"
+_WITHOUT_CACHE = {"linear_attention", "mamba", "mlp", "moe"}
 _LISTS = ("layer_types", "layers_block_type")
 # Softmax attention beside the state in every layer, which no list of layer types says.
 _ATTENTION_EVERYWHERE = {"falcon_h1"}
@@ -78,12 +80,25 @@ class SoftmaxCache:
         layers: how many there are.
         heads: KV heads of each.
         note: what was counted, or why nothing was.
+        sliding_layers: those of them that keep a window of tokens only.
+        window: how many tokens that is.
     """
 
     bytes_per_token: int | None
     layers: int
     heads: int
     note: str
+    sliding_layers: int = 0
+    window: int = 0
+
+    def bytes_of(self, tokens: int) -> int:
+        """What a sequence of that many tokens keeps; 0 where it is not counted."""
+        if self.bytes_per_token is None:
+            return 0
+        each = self.bytes_per_token // self.layers
+        return each * (
+            (self.layers - self.sliding_layers) * tokens + self.sliding_layers * min(tokens, self.window or tokens)
+        )
 
 
 @dataclass(frozen=True)
@@ -274,11 +289,8 @@ def plan_ratio(
     )
     # A KV head that fewer devices than there are could share is kept on each of them.
     copies = max(1, devices // cache.heads) if cache and cache.heads else 1
-    kept_per_token = cache.bytes_per_token * copies if cache and cache.bytes_per_token else 0
-    sequence = Change(
-        states.before + convolutions.before + tokens * kept_per_token,
-        states.after + convolutions.after + tokens * kept_per_token,
-    )
+    cached = cache.bytes_of(tokens) * copies if cache else 0
+    sequence = Change(states.before + convolutions.before + cached, states.after + convolutions.after + cached)
     heads = dict.fromkeys((layer.heads, layer.value_heads) for layer in layers)
     shapes = dict.fromkeys(layer.value_width for layer in layers)
     return Plan(
@@ -460,6 +472,11 @@ def softmax_cache(config: Mapping[str, Any], layers: Sequence[StatefulLayer]) ->
     """
     text = text_part(config)
     attention = text.get("attn")
+    unknown = sorted(set(_kinds(text)) - _SOFTMAX - {_SLIDING} - _WITHOUT_CACHE)
+    if unknown:
+        return SoftmaxCache(
+            None, 0, 0, f"not counted: layers of the kind {', '.join(unknown)} keep more than keys and values"
+        )
     if isinstance(attention, Mapping):  # fla's hybrids
         count, fields = len(attention.get("layers") or ()), {"hidden_size": text.get("hidden_size"), **attention}
         names = ("num_kv_heads", "num_heads")
@@ -478,12 +495,20 @@ def softmax_cache(config: Mapping[str, Any], layers: Sequence[StatefulLayer]) ->
     heads = optional_integer(fields, names[0], queries)
     given = next((name for name in ("head_dim", "attention_head_dim") if fields.get(name) is not None), None)
     width = positive_integer(fields, given) if given else positive_integer(fields, "hidden_size") // queries
+    sliding = _kinds(text).count(_SLIDING)
+    window = optional_integer(text, "sliding_window", 0) if sliding else 0
+    note = f"{count} softmax layers x 2 x {heads} KV heads x {width} x {CACHE_ITEMSIZE} bytes"
+    if window:
+        note += f", {sliding} of them a window of {window} tokens"
     return SoftmaxCache(
-        count * 2 * heads * width * CACHE_ITEMSIZE,
-        count,
-        heads,
-        f"{count} softmax layers x 2 x {heads} KV heads x {width} x {CACHE_ITEMSIZE} bytes",
+        count * 2 * heads * width * CACHE_ITEMSIZE, count, heads, note, sliding if window else 0, window
     )
+
+
+def _kinds(text: Mapping[str, Any]) -> list[str]:
+    """What a config's list of layers calls them; empty where it has none."""
+    listed = next((text[name] for name in _LISTS if isinstance(text.get(name), list)), [])
+    return [str(kind) for kind in listed]
 
 
 def _softmax_layers(text: Mapping[str, Any], layers: Sequence[StatefulLayer]) -> int | None:
@@ -493,7 +518,7 @@ def _softmax_layers(text: Mapping[str, Any], layers: Sequence[StatefulLayer]) ->
         if isinstance(listed, str):
             return listed.count("*")
         if isinstance(listed, Sequence):
-            return sum(kind in _SOFTMAX for kind in listed)
+            return sum(kind in _SOFTMAX or kind == _SLIDING for kind in listed)
     total = text.get("num_hidden_layers")
     if text.get("model_type") in _ATTENTION_EVERYWHERE:
         return len(layers)

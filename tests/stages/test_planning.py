@@ -261,6 +261,25 @@ def test_the_kv_cache_of_hybrids(model, config, per_token):
         assert per_token is not None or "not counted" in found.note
 
 
+@pytest.mark.parametrize("model_type", list(STOCK_MODELS))
+def test_a_stock_hybrid_is_counted_or_said_not_to_be(model_type, tmp_path):
+    """A layer that is neither stateful nor without a cache never goes unmentioned."""
+    source = resolve_model(str(tiny_stock_model(model_type, tmp_path)))
+    layers = family_for(source.config).layers(source.config)
+    found = softmax_cache(source.config, layers)
+    assert (found is None) == (model_type == "mamba2")
+    if found is not None:
+        assert (found.bytes_per_token is None) == found.note.startswith("not counted")
+        assert found.bytes_per_token is None or found.layers > 0
+
+
+def test_a_sliding_window_bounds_its_share():
+    text = {"layer_types": ["linear_attention", "sliding_attention", "full_attention"], "sliding_window": 10}
+    found = softmax_cache({**text, "num_attention_heads": 2, "head_dim": 4}, ())
+    assert found.bytes_of(4) == 4 * found.bytes_per_token == 4 * 2 * 2 * 2 * 4 * 2
+    assert found.bytes_of(30) == (30 + 10) * 2 * 2 * 4 * 2
+
+
 def test_a_context_longer_than_the_model_takes_is_refused(tmp_path):
     source = resolve_model(str(tiny_stock_model("qwen3_next", tmp_path / "model")))
     assert plan_ratio(source, ratio="0.5").concurrency.context == 512
