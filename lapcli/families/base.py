@@ -51,6 +51,8 @@ class Member:
         stride: distance from one head's channels to the next one's; the key width where heads lie side by side.
         partial: whether the tensor holds only some of the entries, further tensors of the same role the others; what
             lies outside of it, `offset` below 0 included, is then theirs.
+        factor: by which the model multiplies the projection's output, all of this role alike, so that it computes as
+            with a weight that is larger by so much.
     """
 
     tensor: str
@@ -59,6 +61,7 @@ class Member:
     axis: int = 0
     offset: int = 0
     partial: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ The library makes the vector of multipliers from the config when it loads, one n
 C and dt, so it follows the state width by itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lapcli.families.base import Family, Observer, StatefulLayer
-from lapcli.families.fields import positive_integer
+from lapcli.families.fields import bad_field, positive_integer
 from lapcli.families.packed import MambaGroups, expanded_width
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ class FalconH1(Family):
         inner = positive_integer(config, "mamba_d_ssm") if own_width else expanded_width(config, "mamba_expand")
         groups = MambaGroups.read(config, inner)
         mixers = (f"model.layers.{index}.mamba" for index in range(positive_integer(config, "num_hidden_layers")))
-        return tuple(groups.layer(index, disk=mixer, memory=mixer) for index, mixer in enumerate(mixers))
+        factors = _factors(config)
+        layers = (groups.layer(index, disk=mixer, memory=mixer) for index, mixer in enumerate(mixers))
+        return tuple(
+            replace(layer, members=tuple(replace(m, factor=factors.get(m.role, 1.0)) for m in layer.members))
+            for layer in layers
+        )
 
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Set `mamba_d_state`; the multipliers are one for all of B and one for all of C."""
@@ -54,3 +60,14 @@ class FalconH1(Family):
         before = mixer.in_proj.register_forward_hook(multiply)
         taps = attach_taps(model, layer, observer)
         return [before, *taps, mixer.in_proj.register_forward_hook(restore)]
+
+
+def _factors(config: Mapping[str, Any]) -> dict[str, float]:
+    """The multipliers of B and C, the third and the fourth of z, x, B, C and dt; 1 where the config says none."""
+    found = config.get("ssm_multipliers")
+    if found is None:
+        return {}
+    numbers = found if isinstance(found, Sequence) and not isinstance(found, str) else ()
+    if len(numbers) != 5 or any(not isinstance(n, int | float) or isinstance(n, bool) for n in numbers):
+        raise bad_field("ssm_multipliers", found, "a list of 5 numbers, or null,")
+    return {"key projection": float(numbers[2]), "query projection": float(numbers[3])}

@@ -241,7 +241,7 @@ def read_rows(source: ModelSource, layer: StatefulLayer, member: Member) -> Tens
 def _weight_statistics(
     source: ModelSource, layers: Sequence[StatefulLayer], sums: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What L1 and S-Wanda need of the weights, so that selection needs no model."""
+    """What L1 and S-Wanda need of the weights, as the model scales them, so that selection needs no model."""
     found: dict[str, Tensor] = {}
     family = family_for(source.config)
     shapes = {name: entry.shape for name, (_header, entry) in source.tensors.items()}
@@ -249,7 +249,7 @@ def _weight_statistics(
         inputs = sums[f"layers.{layer.index}.input_sq"]
         stored = replace(layer, members=family.members(layer, shapes))
         for side, members in _projections(stored).items():
-            copies = [read_rows(source, layer, member) for member in members]
+            copies = [read_rows(source, layer, member) * member.factor for member in members]
             magnitudes = torch.stack([channel_magnitudes(rows) for rows in copies])
             found[f"layers.{layer.index}.magnitude_{side}"] = magnitudes.sum(0)
             wanda = torch.stack([channel_wanda(rows, inputs) for rows in copies])
