@@ -239,6 +239,12 @@ def test_what_is_read_again_does_not_grow_with_the_position(
         read["records"] += 1
         return real_text(*args)
 
+    class CountedTable(parquet.ParquetFile):
+        def iter_batches(self, *args: Any, **settings: Any):
+            for batch in super().iter_batches(*args, **settings):
+                read["rows"] += batch.num_rows
+                yield batch
+
     def counted_recall(*, seed: int):
         for document in real_recall(seed=seed):
             read["records"] += 1
@@ -253,7 +259,7 @@ def test_what_is_read_again_does_not_grow_with_the_position(
         source, per_piece = str(path), ("bytes", 16_400)
     elif kind == "parquet":
         parquet.write_table(arrow.table({"text": rows}), tmp_path / "a.parquet", row_group_size=100)
-        source, per_piece = str(tmp_path / "a.parquet"), ("records", 1)
+        source, per_piece = str(tmp_path / "a.parquet"), ("rows", 1)
     elif kind == "hub":
         hub.add("owner/name", [rows[i : i + 500] for i in range(0, 6000, 500)])
         source, per_piece = "owner/name", ("records", 1)
@@ -269,6 +275,7 @@ def test_what_is_read_again_does_not_grow_with_the_position(
     monkeypatch.setattr(records, "_open", Counted)
     monkeypatch.setattr(records, "text_of", counted_text)
     monkeypatch.setattr(records, "recall_documents", counted_recall)
+    monkeypatch.setattr(parquet, "ParquetFile", CountedTable)
     costs = []
     for cut in (3, 100, 219):
         read.clear()
@@ -277,8 +284,9 @@ def test_what_is_read_again_does_not_grow_with_the_position(
         next(again)
         costs.append(read[per_piece[0]])
     # Two windows of pieces at most: the one at hand, and the next where a sequence goes over its end; a sequence of
-    # 400 may take some pieces more. Recall makes up to a run of documents again.
-    bound = 3 * stream.WINDOW_PIECES * per_piece[1] + (records.RECALL_RUN if kind == "recall" else 0)
+    # 400 may take some pieces more. Recall makes up to a run of documents again, parquet reads a row group and a batch.
+    more = {"recall": records.RECALL_RUN, "parquet": 100 + 256}.get(kind, 0)
+    bound = 3 * stream.WINDOW_PIECES * per_piece[1] + more
     assert 0 < max(costs) <= bound
 
 
@@ -364,6 +372,28 @@ def test_an_epoch_is_every_document_once(kind: str, tmp_path: Path, hub: Hub):
     assert epochs[0] != epochs[1] != sorted(epochs[1])
     # Windows are cut elsewhere in later epochs, so that other documents share one.
     assert set(epochs[0][:16]) != set(epochs[1][:16])
+
+
+def test_each_epoch_has_an_order_of_its_own(tmp_path: Path):
+    """Of a source that fits in one window, whose first is whole or not as chance has it."""
+    rows = texts(12)
+    source = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    found = text_of(take(make(source, seq_len=50), 12 * sum(len(row) + 2 for row in rows) // 50)).split("\n")
+    epochs = [tuple(found[i : i + 12]) for i in range(0, 120, 12)]
+    assert len(set(epochs)) == 10
+
+
+def test_files_of_a_folder_are_drawn_anew_each_epoch(tmp_path: Path):
+    for i in range(8):
+        write_jsonl(tmp_path / f"{i}.jsonl", texts(30, f"file{i}"))
+    reader = records.open_records(str(tmp_path), seed=0)
+    orders = [list(dict.fromkeys(record.text[5] for record in reader.read({}, random.Random(epoch)))) for epoch in "01"]
+    assert orders[0] != sorted(orders[0]) == sorted(orders[1]) != orders[1]
+    assert orders[0] != orders[1]
+    found = text_of(take(make(str(tmp_path)), 240 * 3 * 33 // 100)).split("\n")
+    seen = [list(dict.fromkeys(row[5] for row in found[i : i + 240] if len(row) > 5)) for i in (0, 240)]
+    assert seen[0] != sorted(seen[0])
+    assert seen[0] != seen[1]
 
 
 def test_it_says_once_that_a_source_begins_again(tmp_path: Path):
