@@ -6,7 +6,7 @@ Nothing here imports torch, so that a plan or an inspection answers at once.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -93,7 +93,8 @@ class Tap:
             there is none.
         convolution_stride: likewise among its channels.
         convolution_offset: likewise.
-        activation: transformers' name of what follows the convolution (or the projection).
+        activation: transformers' name of what follows the convolution (or the projection). It has no default: most
+            libraries read a field of the config there.
         feature_map: transformers' name of an elementwise map after that.
         copies: how often each head is there.
         copy_stride: from one copy of a head to the next, in both.
@@ -105,7 +106,7 @@ class Tap:
     convolution: str | None = None
     convolution_stride: int = 0
     convolution_offset: int = 0
-    activation: str = "silu"
+    activation: str = field(kw_only=True)
     feature_map: str = "linear"
     copies: int = 1
     copy_stride: int = 0

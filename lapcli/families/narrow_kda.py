@@ -125,7 +125,7 @@ class StockKda(Family):
         mixer = self.memory.format(index)
 
         def tap(name: str, before: int) -> Tap:
-            return Tap(f"{mixer}.{name}", width, 0, f"{mixer}.conv1d", width, before, heads.activation)
+            return Tap(f"{mixer}.{name}", width, 0, f"{mixer}.conv1d", width, before, activation=heads.activation)
 
         return StatefulLayer(
             index=index,

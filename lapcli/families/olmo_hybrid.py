@@ -40,7 +40,7 @@ class OlmoHybrid(Family):
             )
 
             def tap(side: str, before: int) -> Tap:
-                return Tap(f"{mixer}.{side}_proj", width, 0, f"{mixer}.conv1d", width, before, activation)
+                return Tap(f"{mixer}.{side}_proj", width, 0, f"{mixer}.conv1d", width, before, activation=activation)
 
             return heads.layer(
                 index,

@@ -147,7 +147,7 @@ class MambaGroups:
     state_width: int
     taps: int
     bias: bool
-    activation: str = "silu"
+    activation: str
     projection_bias: bool = False
 
     @classmethod
@@ -205,7 +205,7 @@ class MambaGroups:
         def tap(before: int) -> Tap:
             return Tap(
                 f"{memory}.in_proj", width, 2 * inner + before, f"{memory}.conv1d", width, inner + before,
-                self.activation,
+                activation=self.activation,
             )  # fmt: skip
 
         return StatefulLayer(

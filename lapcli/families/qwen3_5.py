@@ -47,8 +47,8 @@ class Qwen35(Family):
                     Member(f"{stored}.{self.projection_on_disk}.weight", "key projection", width, offset=side),
                     *heads.convolution_members(f"{stored}.conv1d.weight"),
                 ],
-                queries=Tap(projection, width, 0, convolution, width, 0, activation),
-                keys=Tap(projection, width, side, convolution, width, side, activation),
+                queries=Tap(projection, width, 0, convolution, width, 0, activation=activation),
+                keys=Tap(projection, width, side, convolution, width, side, activation=activation),
             )
 
         return tuple(layer(index) for index in qwen_linear_layers(text))

@@ -17,7 +17,7 @@ class Qwen3Next(Family):
     def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
         """Declare the layers of type `linear_attention`."""
         heads = LinearHeads.read(config)
-        width = heads.key_width
+        width, activation = heads.key_width, config.get("hidden_act", "silu")
         # One key head's rows: q, k, and v and z of the value heads that read it.
         group = 2 * width + 2 * heads.value_channels // heads.key
 
@@ -32,8 +32,8 @@ class Qwen3Next(Family):
                     Member(f"{projection}.weight", "key projection", group, offset=width),
                     *heads.convolution_members(f"{convolution}.weight"),
                 ],
-                queries=Tap(projection, group, 0, convolution, width, 0),
-                keys=Tap(projection, group, width, convolution, width, heads.key_channels),
+                queries=Tap(projection, group, 0, convolution, width, 0, activation=activation),
+                keys=Tap(projection, group, width, convolution, width, heads.key_channels, activation=activation),
             )
 
         return tuple(layer(index) for index in qwen_linear_layers(config))

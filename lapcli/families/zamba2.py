@@ -27,6 +27,7 @@ class Zamba2(Family):
             state_width=positive_integer(config, "mamba_d_state"),
             taps=positive_integer(config, "mamba_d_conv"),
             bias=True,  # whatever `use_conv_bias` says: no version of the library reads it here
+            activation="silu",  # nor `hidden_act`
             projection_bias=switch(config, "add_bias_linear", False),
         )
         hybrid = set(layers_of_type(config, "hybrid", field="layers_block_type"))

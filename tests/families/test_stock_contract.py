@@ -320,8 +320,7 @@ def test_stock_transformers_loads_all_in_a_fresh_process(tmp_path):
         assert relative_error(found[name], logits(load_model(source), IDS[:, :30])) < FP32, name
 
 
-def test_calibration_sees_what_the_library_computes(base):
-    """Keys and queries taken through the taps equal those that the library gives its recurrence, pads left out."""
+def assert_taps_see_the_recurrence(base):
     from lapcli.stages.observation import observe
     from lapcli.testing.oracle import seen_by_the_recurrence
 
@@ -340,3 +339,21 @@ def test_calibration_sees_what_the_library_computes(base):
             assert torch.equal(readers, readers[:, :1].expand_as(readers))
             heads = readers[:, 0]
             assert relative_error(gram, heads.mT @ heads) < 1e-5
+
+
+def test_calibration_sees_what_the_library_computes(base):
+    """Keys and queries taken through the taps equal those that the library gives its recurrence, pads left out."""
+    assert_taps_see_the_recurrence(base)
+
+
+@pytest.mark.parametrize("model_type", STOCK_MODELS)
+def test_calibration_sees_it_with_another_activation_too(model_type, tmp_path):
+    """Every library but Zamba2's, which has silu whatever its config says, reads what follows the convolution."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    fields = {"mamba_hidden_act" if model_type == "nemotron_h" else "hidden_act": "gelu"}
+    if model_type == "qwen4_exp":
+        fields["output_gate_type"] = "silu"  # which otherwise follows, and may not be gelu
+    base = resolve_model(str(tiny_stock_model(model_type, tmp_path, **fields)))
+    assert layers_of(base)[0].keys.activation == ("silu" if model_type == "zamba2" else "gelu")
+    assert_taps_see_the_recurrence(base)
