@@ -22,15 +22,17 @@ def request_digest(
     options: EvaluationOptions,
     max_length: int,
     versions: dict[str, str],
+    tokenizer: str,
 ) -> str:
-    """SHA-256 (hexadecimal) of everything that a task's numbers depend on, but the model, its dtype and its kernel.
+    """SHA-256 (hexadecimal) of everything that a task's numbers depend on, but the weights, their dtype and the kernel.
 
     Args:
         info: the task.
         settings: those that this kind of task reads enter.
         options: where its data is looked for.
         max_length: tokens of a window, as resolved.
-        versions: of the programs that take part.
+        versions: of the programs that take part, and the kind of device.
+        tokenizer: digest of the model's tokenizer.
 
     Raises:
         DataError: a file of text is missing.
@@ -41,6 +43,7 @@ def request_digest(
         "limit": settings.limit,
         "seed": settings.seed,
         "versions": versions,
+        "tokenizer": tokenizer,
     }
     if info.kind == "perplexity":
         path = info.name.removeprefix(TEXT_PREFIX) if info.name.startswith(TEXT_PREFIX) else None

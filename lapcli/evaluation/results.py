@@ -71,6 +71,7 @@ class ModelScores:
         kernel: which implementation of the recurrence was asked for.
         parameters: how many.
         scores: in task order.
+        tokenizer: digest of the tokenizer's files; `None` for a model handed over in memory.
     """
 
     label: str
@@ -81,10 +82,14 @@ class ModelScores:
     kernel: str
     parameters: int
     scores: tuple[Score, ...]
+    tokenizer: str | None = None
 
     def is_same(self, other: "ModelScores") -> bool:
-        """Whether both are scores of the same weights, run in the same way."""
-        mine, theirs = ((scores.digest, scores.dtype, scores.kernel, scores.parameters) for scores in (self, other))
+        """Whether both are scores of the same weights and tokenizer, run in the same way."""
+        mine, theirs = (
+            (scores.digest, scores.tokenizer, scores.dtype, scores.kernel, scores.parameters)
+            for scores in (self, other)
+        )
         return self.digest is not None and mine == theirs
 
 
@@ -147,10 +152,13 @@ class Evaluation:
             differences.append(difference)
         return Row(*key, scores=tuple(scores), differences=tuple(differences), refusals=tuple(refusals))
 
-    def measured(self, digest: str | None, dtype: str, kernel: str) -> ModelScores | None:
-        """The scores of a model with those weights, run in that way."""
-        of_model = (model for model in self.models if digest is not None and model.digest == digest)
-        return next((model for model in of_model if (model.dtype, model.kernel) == (dtype, kernel)), None)
+    def measured(self, digest: str | None, tokenizer: str | None, dtype: str, kernel: str) -> ModelScores | None:
+        """The scores of a model with those weights and that tokenizer, run in that way."""
+        wanted = (digest, tokenizer, dtype, kernel)
+        of_models = (model for model in self.models if digest is not None)
+        return next(
+            (model for model in of_models if (model.digest, model.tokenizer, model.dtype, model.kernel) == wanted), None
+        )
 
     def merged_with(self, older: "Evaluation") -> "tuple[Evaluation, bool]":
         """These scores, and from an older evaluation those of other tasks, lengths and models.

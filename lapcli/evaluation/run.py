@@ -37,22 +37,22 @@ class EvaluationPlan:
     Attributes:
         tasks: in order.
         max_length: tokens of a window.
-        requests: the digest of each task's request, by name.
+        requests: for each model's label the digest of each task's request, by name.
         known: for each model's label the scores that are there already, by request.
     """
 
     tasks: tuple[TaskInfo, ...]
     max_length: int
-    requests: Mapping[str, str]
+    requests: Mapping[str, Mapping[str, str]]
     known: Mapping[str, Mapping[str, tuple[Score, ...]]]
 
     def missing(self, label: str) -> list[TaskInfo]:
         """The tasks that a model has still to be measured on."""
-        return [info for info in self.tasks if self.requests[info.name] not in self.known[label]]
+        return [info for info in self.tasks if self.requests[label][info.name] not in self.known[label]]
 
     def there(self, label: str) -> list[str]:
         """The names of the tasks that a model has been measured on already."""
-        return [info.name for info in self.tasks if self.requests[info.name] in self.known[label]]
+        return [info.name for info in self.tasks if self.requests[label][info.name] in self.known[label]]
 
     def to_measure(self) -> list[TaskInfo]:
         """The tasks that some model has still to be measured on."""
@@ -85,14 +85,18 @@ def plan_evaluation(
     max_length = resolve_max_length(settings, [source.config for _, source in models], reporter or SilentReporter())
     infos = parse_tasks(tasks)
     ran = versions()
-    requests = {info.name: request_digest(info, settings, options, max_length, ran) for info in infos}
+    requests: dict[str, dict[str, str]] = {}
     known: dict[str, dict[str, tuple[Score, ...]]] = {}
     for label, source in models:
-        found = earlier.measured(source.digest, _name_of(dtype), kernel) if earlier else None
+        requests[label] = {
+            info.name: request_digest(info, settings, options, max_length, ran, source.tokenizer_digest)
+            for info in infos
+        }
+        found = _found(earlier, source, dtype, kernel)
         scores = found.scores if found else ()
         known[label] = {
             request: tuple(score for score in scores if score.request == request)
-            for request in requests.values()
+            for request in requests[label].values()
             if any(score.request == request for score in scores)
         }
     plan = EvaluationPlan(tuple(infos), max_length, requests, known)
@@ -166,9 +170,10 @@ def evaluate(
         scores = dict(plan.known[label])
         missing = plan.missing(label)
         if not missing:
-            found = earlier.measured(source.digest, _name_of(dtype), kernel) if earlier else None
+            found = _found(earlier, source, dtype, kernel)
             assert found is not None
-            measured.append(replace(found, label=label, name=source.name, scores=_in_order(plan, scores)))
+            ordered = _in_order(plan, label, scores)
+            measured.append(replace(found, label=label, name=source.name, scores=ordered))
             continue
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         model = load_model(source, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code)
@@ -179,16 +184,17 @@ def evaluate(
                 name=source.name,
                 revision=source.revision,
                 digest=source.digest,
+                tokenizer=source.tokenizer_digest,
                 dtype=_dtype_name(model),
                 kernel=kernel,
                 parameters=_parameters(model),
-                scores=_in_order(plan, scores),
+                scores=_in_order(plan, label, scores),
             )
         )
         for info in missing:
-            request = plan.requests[info.name]
+            request = plan.requests[label][info.name]
             scores[request] = tuple(replace(score, request=request) for score in measures[info.name](loaded))
-            measured[-1] = replace(measured[-1], scores=_in_order(plan, scores))
+            measured[-1] = replace(measured[-1], scores=_in_order(plan, label, scores))
             if keep is not None:
                 keep(Evaluation(models=tuple(measured), versions=versions()))
         # The next model must find the memory free.
@@ -298,8 +304,12 @@ def _check_names(infos: Sequence[TaskInfo]) -> None:
         check_names(names)
 
 
-def _in_order(plan: EvaluationPlan, scores: Mapping[str, tuple[Score, ...]]) -> tuple[Score, ...]:
-    return tuple(score for info in plan.tasks for score in scores.get(plan.requests[info.name], ()))
+def _found(earlier: Evaluation | None, source: "ModelSource", dtype: torch.dtype, kernel: str) -> ModelScores | None:
+    return earlier.measured(source.digest, source.tokenizer_digest, _name_of(dtype), kernel) if earlier else None
+
+
+def _in_order(plan: EvaluationPlan, label: str, scores: Mapping[str, tuple[Score, ...]]) -> tuple[Score, ...]:
+    return tuple(score for info in plan.tasks for score in scores.get(plan.requests[label][info.name], ()))
 
 
 def _prepare(

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lapcli.artifacts import SafetensorsHeader, TensorEntry, digest_weights, read_header
+from lapcli.artifacts import SafetensorsHeader, TensorEntry, digest_document, digest_file, digest_weights, read_header
 from lapcli.errors import LapcliError, ModelError
 from lapcli.families.fit import refuse_misfit
 from lapcli.families.registry import find_family
@@ -17,6 +17,19 @@ DEMO_PREFIX = "demo:"
 DEFAULT_MODEL = "demo:gdn"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_TOKENIZER = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "tokenization_*.py",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+"""Files that make a tokenizer, as transformers names them."""
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
@@ -97,6 +110,12 @@ class ModelSource:
     def digest(self) -> str:
         """Names config, index and weights (see `lapcli.artifacts.digest_weights`)."""
         return digest_weights(self.shards, {"config": self.config, "index": self.index})
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Names the contents of all files that make the tokenizer, chat templates too, and nothing else."""
+        files = {path for pattern in _TOKENIZER for path in self.path.glob(pattern) if path.is_file()}
+        return digest_document({path.relative_to(self.path).as_posix(): digest_file(path) for path in files})
 
     @property
     def is_demo(self) -> bool:

@@ -32,12 +32,13 @@ _CALIBRATION_AXES = {
 
 
 def calibration_lineage(source: ModelSource, settings: CalibrationSettings) -> Lineage:
-    """The lineage of a calibration of this model with these settings."""
+    """The lineage of a calibration of this model, with its tokenizer as it is now, with these settings."""
     return Lineage(
         kind="calibration",
         model=source.describe(),
         family=family_for(source.config).name,
         settings=settings.document(),
+        parents={"tokenizer": source.tokenizer_digest},
         axes=_CALIBRATION_AXES,
     )
 

@@ -1,6 +1,7 @@
 """Evaluation as a stage: what is there is not measured again, and scores of a model that is no more do not stay."""
 
 import json
+import shutil
 
 import pytest
 
@@ -175,3 +176,29 @@ def test_a_dry_run_reads_the_data_that_is_here(folders, tmp_path, no_model):
             tmp_path / "evaluation.json", models, ["wikitext"], SETTINGS,
             options=EvaluationOptions(task_data=tmp_path), machine=CPU, dry_run=True,
         )  # fmt: skip
+
+
+def test_another_tokenizer_is_another_request(folders, tmp_path):
+    folder, output = tmp_path / "model", tmp_path / "evaluation.json"
+    shutil.copytree(folders[0], folder)
+
+    def measure(*tasks):
+        return evaluate_into(
+            output, [("base", resolve_model(str(folder)))], tasks, SETTINGS,
+            options=NO_OPTIONS, machine=CPU, reporter=SilentReporter(),
+        )  # fmt: skip
+
+    first, _worked = measure("builtin", "niah")
+    assert not measure("builtin")[1]
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "e"}, "content": "x"}
+    file.write_text(json.dumps(tokenizer))
+    again, worked = measure("builtin")
+    assert worked
+    assert again.models[0].digest == first.models[0].digest, "of the weights"
+    assert again.models[0].scores[0].estimate.value != first.models[0].scores[0].estimate.value
+    stored = read_evaluation(output)
+    assert stored is not None
+    assert {score.task for score in stored.models[0].scores} == {"builtin"}, "the rest is of the other tokenizer"
+    assert (tmp_path / "evaluation.previous.json").exists()
