@@ -95,6 +95,10 @@ class DeltaModels(Family):
     def mixer_tensors(self, config: Mapping[str, Any], heads: Heads, hidden: tuple[str, int]) -> dict[str, Sizes]:
         """Declare what a mixer has beyond that which all have, by name within it."""
 
+    def l2_normalised(self, config: Mapping[str, Any]) -> bool:
+        """Whether keys and queries are divided by their length; by default they are."""
+        return True
+
     def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
         """Declare the stateful layers; they are alike."""
         heads, skipped = self.heads(config), softmax_layers(config)
@@ -108,6 +112,7 @@ class DeltaModels(Family):
                 value_width=heads.value_width,
                 members=delta_members(config, _mixer(index), heads.key_width),
                 gated=self.gated,
+                l2_normalised=self.l2_normalised(config),
                 convolution=_convolution(config, heads),
             )
             for index in range(positive_integer(config, "num_hidden_layers"))

@@ -55,6 +55,10 @@ class DeltaNet(DeltaModels):
             found["g_proj.weight"] = (heads.value_channels, hidden)
         return found
 
+    def l2_normalised(self, config: Mapping[str, Any]) -> bool:
+        """By default; `qk_norm` may be `sum`, which divides by the sum of absolute values."""
+        return config.get("qk_norm", "l2") == "l2"
+
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Set `expand_k`; fla rounds the product, so the plain quotient is exact."""
         return {**config, "expand_k": kept_width * config["num_heads"] / config["hidden_size"]}

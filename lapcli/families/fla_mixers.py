@@ -60,6 +60,7 @@ class FlaMixer:
         feature_map: after that.
         gates: tensors with a gate for each key channel.
         gated: whether the state decays.
+        l2_normalised: whether keys and queries are divided by their length.
     """
 
     heads: int
@@ -74,6 +75,7 @@ class FlaMixer:
     feature_map: str = "linear"
     gates: tuple[tuple[str, Role, Channels], ...] = ()
     gated: bool = True
+    l2_normalised: bool = True
 
     def layer(self, index: int) -> StatefulLayer:
         """The layer of that number."""
@@ -97,6 +99,7 @@ class FlaMixer:
             value_width=self.value_width,
             members=tuple(members),
             gated=self.gated,
+            l2_normalised=self.l2_normalised,
             convolution=(
                 None if self.taps is None else Convolution(self.heads * per_key_head + self.value_channels, self.taps)
             ),

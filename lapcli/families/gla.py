@@ -43,6 +43,7 @@ class GatedLinearAttention(FlaMixers):
             taps=taps,
             activation="linear" if taps is None else "silu",
             feature_map=_FEATURE_MAPS[feature_map],
+            l2_normalised=False,
             # The first matrix leads to the gate's low rank, which is no key axis.
             gates=(("gk_proj.1.weight", "gate projection", keys), ("gk_proj.1.bias", "gate bias", keys)),
         )

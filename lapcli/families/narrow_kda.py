@@ -135,6 +135,7 @@ class StockKda(Family):
             key_width=width,
             value_width=heads.value_width,
             members=key_axis_members(self.disk.format(index), parts, width),
+            l2_normalised=True,
             convolution=Convolution(2 * side + heads.count * heads.value_width, heads.taps),
             queries=tap("q_proj", 0),
             keys=tap("k_proj", side),

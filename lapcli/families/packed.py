@@ -104,6 +104,7 @@ class LinearHeads:
             key_width=self.key_width,
             value_width=self.value_width,
             members=tuple(members),
+            l2_normalised=True,
             convolution=Convolution(2 * self.key_channels + self.value_channels, self.taps),
             queries=queries,
             keys=keys,

@@ -269,11 +269,19 @@ def check_calibration(
         DataError: too few tokens, or longer sequences than the model takes.
         FamilyError: the family is unknown.
         ModelError: no layer keeps a state, or config and weights do not fit.
+        UsageError: normalised keys and queries are wanted of a model that does not normalise them.
     """
     layers = family_for(source.config).layers(source.config)
     assert source.headers  # raises where the weights do not fit the config
     if not layers:
         raise ModelError(f"{source.name} has no layer with a state, so there is nothing to calibrate")
+    raw = [layer for layer in layers if not layer.l2_normalised]
+    if settings.normalized and raw:
+        raise UsageError(
+            f"--normalized: {source.name} ({family_for(source.config).name}) gives keys and queries to its state "
+            f"without L2 normalisation (layer {raw[0].index}), so normalised ones are not what the state sees",
+            "drop --normalized",
+        )
     text = text_part(source.config)
     without = text.get("num_hidden_layers", len(layers)) - len(layers)
     if without:

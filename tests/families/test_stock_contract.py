@@ -22,6 +22,7 @@ from lapcli.artifacts import Lineage, write_artifact
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
 from lapcli.stages.slicing import slice_model
+from lapcli.testing.oracle import _recurrence_changed as recurrence_changed
 from lapcli.testing.oracle import masked, relative_error
 from lapcli.testing.stock_models import STOCK_MODELS, lay_convolutions, release_config, tiny_stock_model
 
@@ -357,3 +358,16 @@ def test_calibration_sees_it_with_another_activation_too(model_type, tmp_path):
     base = resolve_model(str(tiny_stock_model(model_type, tmp_path, **fields)))
     assert layers_of(base)[0].keys.activation == ("silu" if model_type == "zamba2" else "gelu")
     assert_taps_see_the_recurrence(base)
+
+
+@pytest.mark.parametrize("model_type", STOCK_MODELS)
+def test_layers_are_declared_l2_normalised_where_length_does_not_matter(model_type, tmp_path):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    base = resolve_model(str(tiny_stock_model(model_type, tmp_path)))
+    model, layers = load_model(base), layers_of(base)
+    wanted = logits(model, IDS[:, :20])
+    with recurrence_changed(model, layers, lambda _layer, queries, keys: (queries * 8, keys * 8, 1.0)):
+        longer = logits(model, IDS[:, :20])
+    # The eps under the root is all that length leaves.
+    assert {layer.l2_normalised for layer in layers} == {relative_error(longer, wanted) < 1e-3}

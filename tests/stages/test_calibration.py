@@ -20,6 +20,7 @@ from lapcli.stages import calibration as module
 from lapcli.stages.calibration import calibrate, has_saliency
 from lapcli.stages.observation import _picks
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.stock_models import tiny_stock_model
 
 CPU = Machine(device="cpu")
 
@@ -181,6 +182,22 @@ def test_normalized_rows_have_length_one(model, settings, tmp_path):
     # The 1e-6 under the root shortens small vectors a little.
     assert (trace <= tokens).all()
     assert (trace > 0.99 * tokens).all()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda folder: tiny_delta_net(folder, qk_norm="sum"),
+        lambda folder: tiny_stock_model("mamba2", folder),
+        lambda folder: tiny_stock_model("nemotron_h", folder),
+    ],
+    ids=["delta-net-sum", "mamba2", "hybrid"],
+)
+def test_normalized_is_refused_where_the_model_does_not_normalise(build, settings, tmp_path):
+    source = resolve_model(str(build(tmp_path / "m")))
+    module.check_calibration(source, settings, SilentReporter())
+    with pytest.raises(UsageError, match="without L2 normalisation"):
+        module.check_calibration(source, settings.model_copy(update={"normalized": True}), SilentReporter())
 
 
 KILLED = """
