@@ -26,6 +26,7 @@ from lapcli.errors import ArtifactError, DataError, ModelError, UsageError
 from lapcli.families.base import Family, Member, StatefulLayer
 from lapcli.families.fields import optional_integer
 from lapcli.families.fla_library import refuse_where_fla_cannot_run
+from lapcli.families.library_kernels import kernels_of
 from lapcli.families.loading import kept_off_devices, load_model, load_tokenizer
 from lapcli.families.packed import text_part
 from lapcli.families.registry import family_for
@@ -52,8 +53,8 @@ def has_saliency(calibration: Artifact) -> bool:
 class _Partial:
     """The sums of a calibration under way, on disk: written now and then, taken up by the next run.
 
-    They hold for the same tokens in the same batches and dtype on the same kind of device: all but the first decide
-    how the sums round. Of several processes each writes its own.
+    They hold for the same tokens in the same batches and dtype, on the same kind of device with the same kernels: all
+    but the first decide how the sums round. Of several processes each writes its own.
     """
 
     def __init__(self, path: Path, lineage: Lineage, key: dict[str, Any], every_seconds: float):
@@ -370,13 +371,14 @@ class _Calibrator:
         family = family_for(self.source.config)
         # Triton launches on the current device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            partial = self._partial("sums", key)
+            partial = self._partial("sums", {**key, "kernel": _kernel(model, self.settings.seq_len, training=False)})
             if job.sums:
                 found = _gram_pass(family, model, layers, stream, partial, self.source.name)
                 keep(found, rounding)
             self._forget(partial)
             if job.saliency:
-                partial = self._partial("gradients", key)
+                kernel = _kernel(model, self.settings.seq_len, training=True)
+                partial = self._partial("gradients", {**key, "kernel": kernel})
                 keep(_saliency_pass(family, model, layers, stream, partial), rounding)
                 self._forget(partial)
 
@@ -389,6 +391,11 @@ class _Calibrator:
         # No process lets go of its share before the leader has written the whole.
         self.processes.wait()
         partial.remove()
+
+
+def _kernel(model: Any, time: int, *, training: bool) -> str | dict[str, str]:
+    """What runs the layers of a loaded model over rows of `time` tokens: of stock ones, each function's package."""
+    return model.kernel_choice(time, training=training).name if hasattr(model, "kernel_choice") else kernels_of(model)
 
 
 def _refuse_kept_off(model: Any, name: str) -> None:

@@ -117,17 +117,31 @@ def test_another_dtype_starts_again(model, settings, tmp_path, batch_tokens, sto
     assert_bit_equal(found, unbroken)
 
 
-def test_another_kernel_changes_the_sums_by_its_rounding_alone(model, settings, tmp_path, batch_tokens, stop_after):
-    """Every kernel computes the same function, so sums begun with one may be finished with another."""
+def test_another_kernel_starts_again_and_changes_the_sums_by_its_rounding_alone(
+    model, settings, tmp_path, batch_tokens, stop_after
+):
     batch_tokens(256)
     path = tmp_path / "c.safetensors"
+    before, _ = finished(model, settings, tmp_path / "before.safetensors", machine=replace(CPU, kernel="reference"))
     stop_after(2, settings, path, machine=replace(CPU, kernel="reference"))
     unbroken, _ = finished(model, settings, tmp_path / "unbroken.safetensors", machine=replace(CPU, kernel="chunked"))
-    found, _ = finished(model, settings, path, machine=replace(CPU, kernel="chunked"))
-    for name, tensor in unbroken.tensors().items():
+    found, notices = finished(model, settings, path, machine=replace(CPU, kernel="chunked"))
+    assert not notices
+    assert_bit_equal(found, unbroken)
+    for name, tensor in before.tensors().items():
         torch.testing.assert_close(
             found.tensor(name), tensor, rtol=1e-5, atol=1e-5 * tensor.abs().max().item(), msg=name
         )
+
+
+def test_a_kernel_asked_for_by_the_name_that_auto_has_goes_on(model, settings, tmp_path, batch_tokens, stop_after):
+    batch_tokens(256)
+    path = tmp_path / "c.safetensors"
+    unbroken, _ = finished(model, settings, tmp_path / "unbroken.safetensors")
+    stop_after(2, settings, path)
+    found, notices = finished(model, settings, path, machine=replace(CPU, kernel="chunked"))
+    assert notices == ["going on after 4 of 12 samples of earlier sums"]
+    assert_bit_equal(found, unbroken)
 
 
 def test_a_text_that_changed_meanwhile_starts_again(model, settings, text, tmp_path, batch_tokens, stop_after):
@@ -146,8 +160,14 @@ def test_a_text_that_changed_meanwhile_starts_again(model, settings, text, tmp_p
 
 @pytest.mark.parametrize(
     ("changes", "goes_on"),
-    [({}, True), ({"device": "cuda"}, False), ({"batch": 1}, False), ({"corpus": "0" * 64}, False)],
-    ids=["nothing-else", "device", "batch", "corpus"],
+    [
+        ({}, True),
+        ({"device": "cuda"}, False),
+        ({"batch": 1}, False),
+        ({"kernel": "reference"}, False),
+        ({"corpus": "0" * 64}, False),
+    ],
+    ids=["nothing-else", "device", "batch", "kernel", "corpus"],
 )
 def test_sums_of_another_device_batch_or_text_are_not_taken_up(
     model, settings, tmp_path, batch_tokens, stop_after, changes, goes_on
