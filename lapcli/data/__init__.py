@@ -5,7 +5,7 @@ from lapcli.data.builtin import builtin_digest, builtin_train, heldout_builtin_t
 from lapcli.data.documents import Document
 from lapcli.data.overlap import HeldOutIndex
 from lapcli.data.recall import Haystack, Needle, RecallDocument, RecallMix, recall_documents, ruler_single
-from lapcli.data.sources import check_source, open_source, parse_mixture
+from lapcli.data.sources import check_source, fingerprint, open_source, parse_mixture
 
 __all__ = [
     "Document",
@@ -18,6 +18,7 @@ __all__ = [
     "builtin_digest",
     "builtin_train",
     "check_source",
+    "fingerprint",
     "heldout_builtin_text",
     "load_builtin",
     "open_source",

@@ -5,9 +5,11 @@ import gzip
 import json
 import lzma
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from lapcli.artifacts.digest import digest_document, digest_file
 from lapcli.data.documents import Document
 from lapcli.errors import DataError
 
@@ -16,6 +18,9 @@ TEXT_FIELDS = ("text", "content")
 
 PIECE_CHARACTERS = 16_384
 """A text file is read in pieces of about this many characters, cut at line ends."""
+
+DIGESTED_UP_TO = 1 << 30
+"""Bytes of a source that are read to name it; beyond, its files go by name, size and time of change."""
 
 _TEXT = (".txt", ".text", ".md", ".rst", ".raw")
 _LINES = (".jsonl", ".ndjson")
@@ -55,6 +60,36 @@ def read_path(path: Path, text_field: str | None = None) -> Iterator[Document]:
             f"{path}: a file of this kind cannot be read as text; kinds known are {', '.join(KNOWN_SUFFIXES)}.",
             "One JSON document with an array has to become JSONL first: one object a line.",
         )
+
+
+def digest_path(path: Path) -> str:
+    """Name what `read_path` would find: a file, or the files of known kinds in a folder.
+
+    Up to 1 GiB in all, that is the contents; of more, the size and the time of the last change of each file, since
+    reading them would take as long as the work that is to be saved.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    files = _files_in(path) if path.is_dir() else [path]
+    try:
+        facts = {file: file.stat() for file in files}
+        whole = sum(fact.st_size for fact in facts.values()) <= DIGESTED_UP_TO
+        named = {
+            file.relative_to(path).as_posix(): _content(file, fact.st_size, fact.st_mtime_ns)
+            if whole
+            else f"{fact.st_size} {fact.st_mtime_ns}"
+            for file, fact in facts.items()
+        }
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror or error}.") from error
+    return digest_document(named)
+
+
+@lru_cache
+def _content(file: Path, _size: int, _changed: int) -> str:
+    """The digest of a file; one command asks for it several times."""
+    return digest_file(file)
 
 
 def text_of(record: object, text_field: str | None, where: str) -> str:
@@ -115,14 +150,19 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             raise DataError(f"{path} is damaged or truncated after line {number}: {error}.") from error
 
 
-def _read_folder(path: Path, text_field: str | None) -> Iterator[Document]:
-    files = sorted(
+def _files_in(folder: Path) -> list[Path]:
+    """The files of known kinds, but hidden ones, in the order of their names."""
+    return sorted(
         file
-        for file in path.rglob("*")
+        for file in folder.rglob("*")
         if file.is_file()
         and _kind(file) in KNOWN_SUFFIXES
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
+
+
+def _read_folder(path: Path, text_field: str | None) -> Iterator[Document]:
+    files = _files_in(path)
     if not files:
         there = sorted(entry.name for entry in path.iterdir())[:5]
         raise DataError(

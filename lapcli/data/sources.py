@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lapcli.data.builtin import builtin_train, heldout_builtin_text, load_builtin
 from lapcli.data.documents import Document
-from lapcli.data.files import KNOWN_SUFFIXES, read_path
+from lapcli.data.files import KNOWN_SUFFIXES, digest_path, read_path
 from lapcli.data.hub import SHORT_NAMES, find_hub_set, read_hub
 from lapcli.data.recall import recall_documents
 from lapcli.errors import DataError
@@ -113,6 +113,20 @@ def open_source(name: str, *, split: str = "train", seed: int = 0, text_field: s
     hub_set = find_hub_set(name)
     assert hub_set is not None, "check_source admits nothing else"
     return read_hub(name, hub_set, split, text_field)
+
+
+def fingerprint(source: str) -> dict[str, str]:
+    """What the files of a source or mixture hold now, so that a change of them shows.
+
+    Returns:
+        A digest (`lapcli.data.files.digest_path`) for each part that is a file or folder here, by its name. What ships
+        with lapcli and data sets of the hub go by their names alone, and are left out.
+
+    Raises:
+        DataError: the mixture cannot be read, or a file.
+    """
+    names = [part.name for part in parse_mixture(source)]
+    return {name: digest_path(Path(name)) for name in names if name not in SYNTHETIC and Path(name).exists()}
 
 
 def describe_source(name: str, split: str = "train") -> str:

@@ -32,13 +32,20 @@ _CALIBRATION_AXES = {
 
 
 def calibration_lineage(source: ModelSource, settings: CalibrationSettings) -> Lineage:
-    """The lineage of a calibration of this model, with its tokenizer as it is now, with these settings."""
+    """The lineage of a calibration of this model with these settings, of tokenizer and text as their files are now.
+
+    Raises:
+        DataError: the data source cannot be read.
+        FamilyError: the family is unknown.
+    """
+    from lapcli.data import fingerprint  # the package imports torch
+
     return Lineage(
         kind="calibration",
         model=source.describe(),
         family=family_for(source.config).name,
         settings=settings.document(),
-        parents={"tokenizer": source.tokenizer_digest},
+        parents={"tokenizer": source.tokenizer_digest, **fingerprint(settings.data)},
         axes=_CALIBRATION_AXES,
     )
 

@@ -4,13 +4,14 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from lapcli.data.files import PIECE_CHARACTERS, read_path
+from lapcli.data.files import PIECE_CHARACTERS, digest_path, read_path
 from lapcli.errors import DataError
 
 TEXTS = ["one text", "zwei Texte, größer", "three\nlines\nhere"]
@@ -123,3 +124,41 @@ def test_folder_without_text_says_what_it_holds(tmp_path: Path):
     (tmp_path / "image.png").write_bytes(b"x")
     with pytest.raises(DataError, match=r"no text, JSONL or parquet file; it holds image\.png"):
         texts_of(tmp_path)
+
+
+def changed(path: Path, at: int) -> None:
+    os.utime(path, ns=(at, at))
+
+
+def test_a_digest_is_of_the_contents(tmp_path: Path):
+    file = tmp_path / "t.txt"
+    file.write_text("one")
+    changed(file, 1)
+    first = digest_path(file)
+    changed(file, 2)
+    assert digest_path(file) == first
+    file.write_text("two")  # of the same length
+    changed(file, 3)
+    assert digest_path(file) != first
+
+
+def test_a_folders_digest_is_of_what_would_be_read(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one")
+    first = digest_path(tmp_path)
+    (tmp_path / "notes.pdf").write_text("no text")
+    (tmp_path / ".hidden.txt").write_text("nor this")
+    assert digest_path(tmp_path) == first
+    (tmp_path / "b.txt").write_text("two")
+    assert digest_path(tmp_path) != first
+
+
+def test_of_very_much_text_sizes_and_times_are_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lapcli.data.files.DIGESTED_UP_TO", 5)
+    monkeypatch.setattr("lapcli.data.files.digest_file", lambda _path: pytest.fail("read"))
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("one")
+        changed(tmp_path / name, 1)
+    first = digest_path(tmp_path)
+    assert digest_path(tmp_path) == first
+    changed(tmp_path / "b.txt", 2)
+    assert digest_path(tmp_path) != first

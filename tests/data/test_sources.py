@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lapcli.data.sources import check_source, describe_source, open_source, parse_mixture
+from lapcli.data.sources import check_source, describe_source, fingerprint, open_source, parse_mixture
 from lapcli.errors import DataError
 
 
@@ -71,3 +71,14 @@ def test_builtin_says_its_python():
     import platform
 
     assert describe_source("builtin") == f"builtin (Python {platform.python_version()}, train)"
+
+
+def test_a_fingerprint_is_of_local_parts_alone(tmp_path: Path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    both = fingerprint(f"{tmp_path}/a.txt:0.5,{tmp_path}/b.txt:0.25,builtin:0.1,fineweb:0.1,recall:0.05")
+    assert both.keys() == {f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"}
+    (tmp_path / "b.txt").write_text("another")
+    now = {f"{tmp_path}/{name}": fingerprint(f"{tmp_path}/{name}")[f"{tmp_path}/{name}"] for name in ("a.txt", "b.txt")}
+    assert [name for name in both if both[name] != now[name]] == [f"{tmp_path}/b.txt"]
+    assert fingerprint("builtin") == fingerprint("owner/name") == {}

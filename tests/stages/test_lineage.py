@@ -3,9 +3,14 @@
 import shutil
 
 import pytest
+import torch
 
+from lapcli.artifacts import RunDirectory, write_artifact
+from lapcli.errors import ArtifactError
 from lapcli.families.source import resolve_model
+from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.stages.lineage import calibration_lineage
+from lapcli.stages.pruning import plan_pruning
 
 
 def differences(source, settings, change):
@@ -43,3 +48,14 @@ def test_a_calibration_is_of_one_tokenizer(own, settings, name):
 
 def test_other_files_are_no_tokenizer(own, settings):
     assert not differences(own, settings, lambda: (own.path / "generation_config.json").write_text('{"top_k": 3}'))
+
+
+def test_a_calibration_is_of_one_text(own, tmp_path):
+    path, run = tmp_path / "t.txt", RunDirectory(tmp_path / "run")
+    path.write_text("One text of a few words.")
+    settings = CalibrationSettings(data=str(path), samples=4, seq_len=64)
+    write_artifact(run.calibration, calibration_lineage(own, settings), {"x": torch.zeros(1)})
+    assert plan_pruning(own, settings, SelectionSettings(method="l1", ratio="0.5"), run).calibration_ready
+    path.write_text("One text of a few turns.")
+    with pytest.raises(ArtifactError, match=rf"calibration\.safetensors .* made from {path}: .* wanted"):
+        plan_pruning(own, settings, SelectionSettings(method="l1", ratio="0.25"), run)
