@@ -161,8 +161,8 @@ class StockKda(Family):
         if self.model_code(config) is None and kept_width == self.heads(text_part(config)).key_width:
             return dict(config)
         sliced = with_text_part(config, **{_KEY_WIDTH: kept_width})
-        if "text_config" in sliced:
-            sliced["text_config"]["model_type"] = f"{OWN_TYPE}{self.name}_text"
+        if text_part(config) is not config:
+            sliced = with_text_part(sliced, model_type=f"{OWN_TYPE}{self.name}_text")
         # A tokenizer's code stays where it is; a model's that came with the base does not know the width.
         others = {
             name: place

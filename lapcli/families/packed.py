@@ -9,15 +9,16 @@ from lapcli.families.fields import bad_field, optional_integer, positive_integer
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config: the nested one of a multimodal model, else the whole."""
+    """The language model's part of a config: the nested one of a multimodal model; the whole where there is none."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def with_text_part(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     """The config with fields of the language model's part changed, wherever that is."""
-    part = {**text_part(config), **changes}
-    return {**config, "text_config": part} if "text_config" in config else part
+    text = text_part(config)
+    part = {**text, **changes}
+    return part if text is config else {**config, "text_config": part}
 
 
 def layers_of_type(config: Mapping[str, Any], *kinds: str, field: str = "layer_types") -> list[int]:
