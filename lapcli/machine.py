@@ -137,8 +137,10 @@ class Machine:
         for layer in layers[:1]:
             if layer.keys is not None:
                 # A stock model: its library binds the kernels.
+                if self.require_fast and device.type == "cpu":
+                    self._require_fast("PyTorch", "transformers' functions, on a CPU")
                 if self.kernel != "auto":
-                    raise UsageError(
+                    raise ModelError(
                         f"--kernel {self.kernel}: transformers, which runs this model, chooses its kernels itself",
                         "use --kernel auto",
                     )

@@ -72,9 +72,14 @@ def calibration_settings(
     Raises:
         UsageError: a value does not fit.
     """
+    from lapcli.families.packed import text_part
     from lapcli.recipe import CalibrationSettings, default_calibration
 
     given: dict[str, Any] = {"data": data, "samples": samples, "seq_len": seq_len}
-    values = default_calibration(source.is_demo) | {key: value for key, value in given.items() if value is not None}
+    defaults = default_calibration(source.is_demo)
+    longest = text_part(source.config).get("max_position_embeddings")
+    if isinstance(longest, int) and longest > 1:
+        defaults["seq_len"] = min(defaults["seq_len"], longest)
+    values = defaults | {key: value for key, value in given.items() if value is not None}
     values |= {"seed": seed, "rows": rows, "normalized": normalized, "exact": exact}
     return from_command_line(CalibrationSettings, values)

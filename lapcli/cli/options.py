@@ -60,7 +60,10 @@ Samples = Annotated[
 ]
 SeqLen = Annotated[
     int | None,
-    typer.Option(help="Tokens a sequence. Default: 1024 for demo models, 2048 otherwise.", rich_help_panel=_METHOD),
+    typer.Option(
+        help="Tokens a sequence. Default: 1024 for demo models, 2048 otherwise, or what the model takes.",
+        rich_help_panel=_METHOD,
+    ),
 ]
 Method = Annotated[str, typer.Option(help="Selector: drrqr, grad, s-wanda, l1, rand.", rich_help_panel=_METHOD)]
 Ratio = Annotated[

@@ -66,7 +66,9 @@ def run(
     machine.check(source.config, layers, needs_gradient=plan.needs_saliency)
     if dry_run:
         if as_json:
-            display.emit({"dry_run": True, **plan_document(plan)})
+            asked = {"model": source.name, "selection": selection.document(), "calibration": calibration.document()}
+            writes = [str(directory.calibration), str(directory.selection), str(directory.sliced)]
+            display.emit({"dry_run": True, **asked, "writes": writes, **plan_document(plan)})
         else:
             display.facts("would do (nothing was done)", facts)
         return

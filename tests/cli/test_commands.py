@@ -8,35 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lapcli.cli.app import main
 from lapcli.testing.models import tiny_gated_deltanet
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return tiny_gated_deltanet(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n\n".join(f"Line {i} says {i * i % 89} and little more than that." for i in range(300)))
-    return path
-
-
-@pytest.fixture
-def lapcli(capsys, monkeypatch, tmp_path):
-    """Run a command in an empty directory; gives exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lapcli", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capsys.readouterr()
-        return exit_.value.code or 0, out, err
-
-    return run
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from lapcli.errors import DataError, UsageError
 from lapcli.evaluation import run
 from lapcli.evaluation.results import Evaluation
-from lapcli.evaluation.run import evaluate, evaluate_model, resolve_max_length
+from lapcli.evaluation.run import evaluate, evaluate_model, plan_evaluation, resolve_max_length
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.families.loading import resolve_model
 from lapcli.reporting import SilentReporter
@@ -127,4 +127,29 @@ def test_the_machine_is_not_part_of_the_numbers(sources, evaluation):
 
 
 def test_versions_name_what_ran():
-    assert run.versions()["torch"] == torch.__version__
+    found = run.versions("cuda:1")
+    assert (found["torch"], found["device"]) == (torch.__version__, "cuda")
+
+
+@pytest.mark.parametrize("package", ["flash-linear-attention", "triton", "causal-conv1d", "mamba-ssm"])
+def test_scores_are_of_the_kernels_that_are_installed(sources, monkeypatch, package):
+    def installed(name, *, found=run.version):
+        return "0.0.1" if name == package else found(name)
+
+    def request():
+        options = {"device": "cpu", "dtype": torch.float32, "kernel": "auto"}
+        plan = plan_evaluation(sources[:1], ["builtin"], SETTINGS, EvaluationOptions(), **options)
+        return plan.requests["base"]["builtin"]
+
+    before = request()
+    monkeypatch.setattr(run, "version", installed)
+    assert request() != before
+
+
+def test_scores_are_of_one_type_of_device(sources, evaluation):
+    def missing(device):
+        options = {"device": device, "dtype": torch.float32, "kernel": "auto", "earlier": evaluation}
+        return plan_evaluation(sources, ["builtin"], SETTINGS, EvaluationOptions(), **options).missing("other")
+
+    assert not missing("cpu")
+    assert [info.name for info in missing("cuda")] == ["builtin"]

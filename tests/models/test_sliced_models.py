@@ -174,3 +174,22 @@ def test_the_index_of_a_sharded_slice_says_what_is_there(tmp_path, tied, dtype):
         assert index["metadata"]["total_parameters"] == parameters
         sizes.append(total)
     assert sizes[1] == plan_slicing(base, selection).bytes_after < sizes[0]
+
+
+def test_grouped_values_are_those_of_repeated_key_heads(make_model, tokens):
+    grouped = make_model("gated_deltanet", num_heads=16, num_v_heads=32, head_dim=4, expand_v=1.5)
+    repeated = make_model("gated_deltanet", num_heads=32, num_v_heads=32, head_dim=4, expand_v=1.5)
+    tensors = {
+        name: tensor.unflatten(0, (16, 4)).repeat_interleave(2, 0).flatten(0, 1)
+        if any(part in name for part in ("q_proj", "k_proj", "q_conv1d", "k_conv1d"))
+        else tensor
+        for name, tensor in grouped.state_dict().items()
+    }
+    repeated.load_state_dict(tensors)
+    ids = tokens(2, 33)
+    with torch.no_grad():
+        wanted = repeated(ids).logits
+        assert relative_error(grouped(ids).logits, wanted) < 1e-10
+        head = grouped(ids[:, :20], use_cache=True)
+        rest = grouped(ids[:, 20:], past_key_values=head.past_key_values, use_cache=True)
+    assert relative_error(torch.cat([head.logits, rest.logits], 1), wanted) < 1e-10
