@@ -159,19 +159,21 @@ def _show_kernels(plan: "Plan") -> None:
     from lapcli.stages.kernel_table import READ
 
     ranked = sorted(plan.kernels, key=lambda row: _VERDICTS.index(row["verdict"]))
-    rows = [
-        [row["kernel"], row["phase"], row["widths"] or "", row["verdict"] + (f" [{number}]" if row["note"] else "")]
-        for number, row in enumerate(ranked, 1)
-    ]
+    notes = [row["note"] for row in ranked if row["note"] and row["verdict"] != "never took it"]
+    numbers = {note: number for number, note in enumerate(dict.fromkeys(notes), 1)}
+
+    def verdict(row: dict[str, Any]) -> str:
+        return row["verdict"] + (f" [{numbers[row['note']]}]" if row["note"] in numbers else "")
+
+    rows = [[row["kernel"], row["phase"], row["widths"] or "", verdict(row)] for row in ranked]
     display.table(
-        f"kernels for the {plan.operator}, by shape alone, from sources read on {READ}",
+        f"kernels of {plan.operator}, by shape alone, from sources read on {READ}",
         ["kernel", "runs in", "takes", "with this width"],
         rows,
         text_columns=4,
     )
-    for number, row in enumerate(ranked, 1):
-        if row["note"] and row["verdict"] != "never took it":
-            display.closing(f"  [{number}] {row['note']}")
+    for note, number in numbers.items():
+        display.closing(f"  [{number}] {note}")
 
 
 def _ranges(numbers: Sequence[int]) -> str:

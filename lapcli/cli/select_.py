@@ -65,4 +65,4 @@ def run(
         )
         return
     done = "selected" if worked else "nothing to do, it is there already"
-    display.closing(f"{done}: {target} ({width})\nnext: lapcli slice{options.run_flag(run_path)}", quiet=quiet)
+    display.closing(f"{done}: {target}, {width}\nnext: lapcli slice{options.run_flag(run_path)}", quiet=quiet)

@@ -36,7 +36,7 @@ def run(
     source = context.base_model(model or _base_of(chosen.lineage.model, directory.read_record()), directory)
     target = output or directory.sliced
     plan = plan_slicing(source, chosen)
-    facts = {key: value for key, value in asdict(plan).items() if key != "layers"}
+    facts = {key: value for key, value in asdict(plan).items() if key != "layers" and value is not None}
     if dry_run:
         display.would_do({**facts, "writes": str(target)}, as_json)
         return
