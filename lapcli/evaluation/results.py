@@ -126,7 +126,7 @@ class Evaluation:
 
     Attributes:
         models: each with its scores.
-        versions: of the programs that took part.
+        versions: of the programs that took part, and the type of the device.
     """
 
     models: tuple[ModelScores, ...]

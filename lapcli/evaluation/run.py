@@ -27,6 +27,9 @@ from lapcli.reporting import Reporter, SilentReporter
 if TYPE_CHECKING:
     from lapcli.families.loading import ModelSource
 
+_KERNEL_PACKAGES = ("flash-linear-attention", "fla-core", "triton", "causal-conv1d", "mamba-ssm", "kernels")
+"""Whose functions run in a model where they are installed."""
+
 Measure = Callable[[LoadedModel], list[Score]]
 
 
@@ -66,6 +69,7 @@ def plan_evaluation(
     settings: EvaluationSettings,
     options: EvaluationOptions,
     *,
+    device: torch.device | str,
     dtype: torch.dtype,
     kernel: str,
     earlier: Evaluation | None = None,
@@ -84,7 +88,7 @@ def plan_evaluation(
         raise UsageError(f"the models to evaluate are labelled {labels}; each needs a label of its own")
     max_length = resolve_max_length(settings, [source.config for _, source in models], reporter or SilentReporter())
     infos = parse_tasks(tasks)
-    ran = versions()
+    ran = versions(device)
     requests: dict[str, dict[str, str]] = {}
     known: dict[str, dict[str, tuple[Score, ...]]] = {}
     for label, source in models:
@@ -162,7 +166,8 @@ def evaluate(
     reporter = reporter or SilentReporter()
     plan = plan_evaluation(
         models, tasks, settings, options,
-        dtype=dtype, kernel=kernel, earlier=earlier, trust_remote_code=trust_remote_code, reporter=reporter,
+        device=device, dtype=dtype, kernel=kernel, earlier=earlier, trust_remote_code=trust_remote_code,
+        reporter=reporter,
     )  # fmt: skip
     measures = {info.name: _prepare(info, settings, options, plan.max_length, reporter) for info in plan.to_measure()}
     measured: list[ModelScores] = []
@@ -196,12 +201,12 @@ def evaluate(
             scores[request] = tuple(replace(score, request=request) for score in measures[info.name](loaded))
             measured[-1] = replace(measured[-1], scores=_in_order(plan, label, scores))
             if keep is not None:
-                keep(Evaluation(models=tuple(measured), versions=versions()))
+                keep(Evaluation(models=tuple(measured), versions=versions(device)))
         # The next model must find the memory free.
         del model, loaded
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return Evaluation(models=tuple(measured), versions=versions())
+    return Evaluation(models=tuple(measured), versions=versions(device))
 
 
 def evaluate_model(
@@ -250,7 +255,7 @@ def evaluate_model(
         parameters=_parameters(model),
         scores=scores,
     )
-    return Evaluation(models=(measured,), versions=versions())
+    return Evaluation(models=(measured,), versions=versions(model.device))
 
 
 def prepare(
@@ -287,10 +292,14 @@ def resolve_max_length(settings: EvaluationSettings, configs: Sequence[Mapping[s
     return settings.max_length
 
 
-def versions() -> dict[str, str]:
-    """The programs that numbers may depend on."""
-    found = {"lapcli": lapcli.__version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "lm_eval"):
+def versions(device: torch.device | str) -> dict[str, str]:
+    """The programs that numbers may depend on, as far as they are installed, and the type of the device.
+
+    Together with the kernel that is asked for they settle which implementation runs, so that this need not be found out
+    from a loaded model.
+    """
+    found = {"lapcli": lapcli.__version__, "python": platform.python_version(), "device": torch.device(device).type}
+    for package in ("torch", "transformers", "lm_eval", *_KERNEL_PACKAGES):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -53,7 +53,7 @@ def plan_stage(
         machine.check(source.config)
     plan = plan_evaluation(
         models, tasks, settings, options,
-        dtype=machine.torch_dtype(models[0][1].config), kernel=machine.kernel,
+        device=machine.torch_device(), dtype=machine.torch_dtype(models[0][1].config), kernel=machine.kernel,
         earlier=None if overwrite else read_evaluation(output), trust_remote_code=machine.trust_remote_code,
     )  # fmt: skip
     if dry_run:
