@@ -21,7 +21,10 @@ class GraniteMoeHybrid(Family):
         field = "layers_block_type" if config.get("layers_block_type") else "layer_types"
         mixers = (
             (index, f"model.layers.{index}.mamba")
-            for index in layers_of_type(config, "mamba", "linear_attention", field=field)
+            # Without a list, all are.
+            for index in layers_of_type(
+                config, "mamba", "linear_attention", field=field, default=lambda n: ["mamba"] * n
+            )
         )
         return tuple(groups.layer(index, disk=mixer, memory=mixer) for index, mixer in mixers)
 

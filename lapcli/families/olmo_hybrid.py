@@ -50,7 +50,7 @@ class OlmoHybrid(Family):
                 keys=tap("k", heads.key_channels),
             )
 
-        return tuple(layer(index) for index in layers_of_type(config, "linear_attention"))
+        return tuple(layer(index) for index in layers_of_type(config, "linear_attention", default=_types))
 
     def members(self, layer: StatefulLayer, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Member, ...]:
         """Find the channels of the convolutions in the tensors that are there."""
@@ -80,6 +80,12 @@ class OlmoHybrid(Family):
         """Set `linear_key_head_dim`, and the value width, whose default follows from it."""
         value_width = LinearHeads.read(_filled(config)).value_width
         return {**config, "linear_key_head_dim": kept_width, "linear_value_head_dim": value_width}
+
+
+def _types(count: int) -> list[str]:
+    """The types that the library takes where a config lists none: each fourth layer is softmax, or else the last."""
+    types = ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(count)]
+    return types if "full_attention" in types else [*types[:-1], "full_attention"]
 
 
 def _filled(config: Mapping[str, Any]) -> dict[str, Any]:

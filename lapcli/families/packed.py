@@ -1,6 +1,6 @@
 """Layouts that several stock families share: Gated DeltaNet in Qwen's naming, and Mamba-2's packed projection."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,27 @@ def with_text_part(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     return part if text is config else {**config, "text_config": part}
 
 
-def layers_of_type(config: Mapping[str, Any], *kinds: str, field: str = "layer_types") -> list[int]:
+def layers_of_type(
+    config: Mapping[str, Any],
+    *kinds: str,
+    field: str = "layer_types",
+    default: Callable[[int], Sequence[str]] | None = None,
+) -> list[int]:
     """The numbers of the layers that `layer_types`, or another field, says are of one of these kinds.
 
+    Args:
+        config: the parsed `config.json`, or the language model's part.
+        kinds: the types wanted.
+        field: that holds the list.
+        default: what the library takes for a model of so many layers where the list is missing or null.
+
     Raises:
-        ModelError: the list is missing, or does not have one entry for each layer.
+        ModelError: the list is missing and there is no default, or it does not have one entry for each layer.
     """
     count = positive_integer(config, "num_hidden_layers")
     types = config.get(field)
+    if types is None and default is not None:
+        types = default(count)
     if not isinstance(types, Sequence) or isinstance(types, str) or len(types) != count:
         raise bad_field(field, types, f"a list of num_hidden_layers = {count} names")
     return [index for index, kind in enumerate(types) if kind in kinds]

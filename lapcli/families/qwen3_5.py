@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from lapcli.families.base import Family, Member, StatefulLayer, Tap
-from lapcli.families.packed import LinearHeads, qwen_linear_layers, text_part, with_text_part
+from lapcli.families.packed import LinearHeads, layers_of_type, qwen_linear_layers, text_part, with_text_part
 
 
 class Qwen35(Family):
@@ -51,7 +51,11 @@ class Qwen35(Family):
                 keys=Tap(projection, width, side, convolution, width, side, activation=activation),
             )
 
-        return tuple(layer(index) for index in qwen_linear_layers(text))
+        return tuple(layer(index) for index in self.linear_layers(text))
+
+    def linear_layers(self, text: Mapping[str, Any]) -> list[int]:
+        """From `layer_types`, or every layer but each fourth or what the interval says."""
+        return qwen_linear_layers(text)
 
     def members(self, layer: StatefulLayer, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Member, ...]:
         """By the names that are there; a text model saved from a multimodal one keeps the long ones."""
@@ -85,6 +89,17 @@ class LaraMini(Qwen35):
     model_types = ("lara_mini",)
     tested = "masked oracle on transformers' own model, reload in a fresh process"
     projection_on_disk = "in_proj"
+
+    def linear_layers(self, text: Mapping[str, Any]) -> list[int]:
+        """From `layer_types`, or the released pattern of five."""
+        return layers_of_type(text, "linear_attention", default=_lara_types)
+
+
+def _lara_types(count: int) -> list[str]:
+    """The types that Lara's library takes where a config lists none."""
+    linear, sliding, full = "linear_attention", "sliding_attention", "full_attention"
+    period = (linear, sliding, linear, full, sliding)
+    return [period[index % len(period)] for index in range(count)]
 
 
 def _named(member: Member, names: Collection[str]) -> Member:

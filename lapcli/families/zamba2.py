@@ -30,7 +30,7 @@ class Zamba2(Family):
             activation="silu",  # nor `hidden_act`
             projection_bias=switch(config, "add_bias_linear", False),
         )
-        hybrid = set(layers_of_type(config, "hybrid", field="layers_block_type"))
+        hybrid = set(layers_of_type(config, "hybrid", field="layers_block_type", default=_types))
 
         def layer(index: int) -> StatefulLayer:
             mixer = f"model.layers.{index}.{'mamba_decoder.mamba' if index in hybrid else 'mamba'}"
@@ -41,3 +41,9 @@ class Zamba2(Family):
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Set `mamba_d_state`; the head width follows from other fields."""
         return {**config, "mamba_d_state": kept_width}
+
+
+def _types(_count: int) -> list[str]:
+    """The types that the library takes where a config lists none: those of one model, of 54 layers."""
+    gaps = [6, *[5] * 6, 4, 3]
+    return [kind for gap in gaps for kind in (*["linear_attention"] * gap, "hybrid")] + ["linear_attention"] * 2
