@@ -3,7 +3,6 @@
 Nothing here imports torch, so that a plan or an inspection answers at once.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,9 +27,6 @@ Role = Literal[
     "gate bias",
 ]
 """`key` and `query` are B and C in Mamba-2; a gate is a member where it decays each key channel by itself."""
-
-_STATEFUL = re.compile(r"\.(linear_attn|mamba)\.|\.mixer\.(in_proj|conv1d)\b")
-"""In the names of tensors that only mixers with a state have."""
 
 Sizes = tuple[tuple[str, int], ...]
 """A tensor's shape, axis by axis: what of the config gives the length, and the length."""
@@ -268,10 +264,13 @@ class Family(ABC):
     def mtp(self, config: Mapping[str, Any], names: Collection[str]) -> PredictionHead | None:
         """The MTP head among a checkpoint's tensors, or `None`; by default all under `mtp`.
 
-        A family says more where the head lies elsewhere, or its mixers have other names than below.
+        Its mixers with a state are those of the name that the model's have. A family says more where the head lies
+        elsewhere, or where softmax layers call theirs the same.
         """
         head = frozenset(name for name in names if name.startswith(("mtp.", "model.mtp.")))
-        return PredictionHead(head, frozenset(filter(_STATEFUL.search, head))) if head else None
+        mixers = {layer.mixer.rpartition(".")[2] for layer in self.layers(config)}
+        stateful = frozenset(name for name in head if not mixers.isdisjoint(name.split(".")))
+        return PredictionHead(head, stateful) if head else None
 
     @abstractmethod
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Nemotron-H and Nemotron 3: Mamba-2 layers among softmax attention, MLPs and experts, each a layer of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lapcli.families.base import Family, StatefulLayer
+from lapcli.families.base import Family, PredictionHead, StatefulLayer
 from lapcli.families.fields import bad_field, positive_integer, switch
 from lapcli.families.packed import MambaGroups
 
@@ -38,6 +39,15 @@ class NemotronH(Family):
             for index, kind in enumerate(_kinds(config))
             if kind in _STATEFUL
         )
+
+    def mtp(self, config: Mapping[str, Any], names: Collection[str]) -> PredictionHead | None:
+        """All under `mtp`; every kind of layer is a `mixer`, and one with a state has a convolution and one input."""
+        head = super().mtp(config, names)
+        if head is None:
+            return None
+        modules = {member.tensor.split(".")[-2] for layer in self.layers(config) for member in layer.members}
+        stateful = (name for name in head.stateful if not modules.isdisjoint(name.split(".")))
+        return replace(head, stateful=frozenset(stateful))
 
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Set `ssm_state_size`; the head width has a field of its own."""

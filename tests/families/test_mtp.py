@@ -5,13 +5,17 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lapcli.families.loading import load_model
+from lapcli.families.narrow_kda import StockKda
+from lapcli.families.registry import family_for
 from lapcli.families.source import resolve_model
 from lapcli.reporting import SilentReporter
 from lapcli.stages.slicing import plan_slicing, slice_into, slice_model
-from lapcli.testing.slices import random_kept, selection_of
-from lapcli.testing.stock_models import tiny_stock_model
+from lapcli.testing.models import tiny_gated_deltanet
+from lapcli.testing.slices import layers_of, random_kept, selection_of
+from lapcli.testing.stock_models import STOCK_MODELS, tiny_stock_model
 
 KEPT = 11
 SOFTMAX = {
@@ -104,3 +108,26 @@ def test_a_head_with_a_state_is_left_out(family, config, shard, tmp_path):
 def test_without_a_head_the_plan_says_nothing(tmp_path):
     base = resolve_model(str(tiny_stock_model("qwen3_next", tmp_path / "base")))
     assert plan_slicing(base, selection_of(base, random_kept(base, KEPT), tmp_path)).mtp is None
+
+
+@pytest.mark.parametrize("family", [name for name in STOCK_MODELS if name in CONFIG_MAPPING])
+def test_a_mixer_of_the_head_is_known_by_the_names_of_the_models(family, tmp_path):
+    """Layers of the model itself, renamed: one with a state, and what a softmax layer has."""
+    source = resolve_model(str(tiny_stock_model(family, tmp_path / "base")))
+    declared = family_for(source.config)
+    if isinstance(declared, StockKda):
+        pytest.skip("its head is known by the numbers of its layers")
+    (member, *_rest) = layers_of(source)[0].members
+    mixer = "mtp.layers.0" + member.tensor.partition(".layers.0")[2]
+    softmax = "mtp.layers.0.mixer.q_proj.weight" if family == "nemotron_h" else "mtp.layers.0.self_attn.q_proj.weight"
+    head = declared.mtp(source.config, [*source.tensors, mixer, softmax])
+    assert head is not None
+    assert head.tensors == {mixer, softmax}
+    assert head.stateful == {mixer}
+
+
+def test_a_familys_own_word_for_its_mixers_counts(tmp_path):
+    source = resolve_model(str(tiny_gated_deltanet(tmp_path / "base")))
+    head = family_for(source.config).mtp(source.config, ["mtp.layers.0.attn.q_proj.weight", "mtp.fc.weight"])
+    assert head is not None
+    assert head.stateful == {"mtp.layers.0.attn.q_proj.weight"}
