@@ -113,6 +113,19 @@ def _library_class(source: ModelSource) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def _runs_its_code(source: ModelSource) -> bool:
+    """Whether a model comes as code of its own where that is allowed.
+
+    One that transformers knows does not: adapters are written for the stock classes. A slice does whose code is not the
+    packaged one, as no stock class can load it.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = find_family(source.config)
+    sliced = family is not None and family.model_code(source.config) is not None
+    return sliced or source.config.get("model_type") not in CONFIG_MAPPING
+
+
 def _own_class(model_type: str | None) -> Any:
     if model_type == "gated_deltanet":
         from lapcli.models import GatedDeltaNetForCausalLM
@@ -183,7 +196,8 @@ def load_model(
         device: where its weights go; with `split`, where tokens will go.
         dtype: of the weights.
         kernel: which implementation of the delta rule runs (`lapkernels.delta_rule`), for lapcli's own models.
-        trust_remote_code: whether code in the model's directory may run.
+        trust_remote_code: whether code in the model's directory may run; it does where transformers does not know the
+            model's type, and where it is a slice's that lapcli's own differs from.
         split: whether to spread it, layer by layer, over all GPUs, then memory, then a temporary folder on disk. Layers
             that lie in memory beside a GPU, or on disk, come to the device for as long as they compute.
 
@@ -214,9 +228,8 @@ def load_model(
             if own is not None or packaged is not None:
                 found = (own or packaged).from_pretrained(source.path, **options)
             else:
-                found = _library_class(source).from_pretrained(
-                    source.path, trust_remote_code=trust_remote_code, **options
-                )
+                trusted = trust_remote_code and _runs_its_code(source)
+                found = _library_class(source).from_pretrained(source.path, trust_remote_code=trusted, **options)
     except (ValueError, KeyError, TypeError, ImportError, OSError, RuntimeError) as error:
         model_type = source.config.get("model_type")
         if own is None and model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
