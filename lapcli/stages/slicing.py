@@ -5,10 +5,11 @@ No torch model is built and no tensor is interpreted: the kept channels are copi
 through exactly, and every other tensor's bytes are those of the base.
 """
 
+import filecmp
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from lapcli.artifacts import (
     Artifact,
+    Lineage,
     SafetensorsHeader,
     TensorEntry,
     artifact_digest,
@@ -37,6 +39,9 @@ _COPY_BLOCK = 16 << 20
 _MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 """What configs call the number of layers of an MTP head: Qwen's own, DeepSeek's and transformers' names."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+_DIGEST = "digest"
+"""Where a slice's record has the digest of its own config, index and weights."""
 
 
 @dataclass(frozen=True)
@@ -254,12 +259,20 @@ def _write_index(source: ModelSource, work: _Work, folder: Path) -> None:
 
 
 def _companions(source: ModelSource) -> list[str]:
-    """Tokenizer, generation settings, licence and code; the base's own card and training record stay behind."""
-    skipped = {"config.json", "README.md", LINEAGE_FILE, "model.safetensors.index.json", "training_log.json"}
+    """Tokenizer, generation settings, licence and code; the base's own card and training record stay behind.
+
+    So does what belongs to weights in other forms: indices of files that are not copied, Mistral's `consolidated` ones.
+    """
+    skipped = {"config.json", "README.md", LINEAGE_FILE, "training_log.json"}
+    files = [*source.path.iterdir(), *source.path.glob("additional_chat_templates/*")]
     return sorted(
-        file.name
-        for file in source.path.iterdir()
-        if file.is_file() and file.suffix not in _WEIGHTS and file.name not in skipped and file.name[0] != "."
+        file.relative_to(source.path).as_posix()
+        for file in files
+        if file.is_file()
+        and file.suffix not in _WEIGHTS
+        and file.name not in skipped
+        and not file.name.startswith((".", "consolidated"))
+        and not file.name.endswith(".index.json")
     )
 
 
@@ -352,12 +365,15 @@ def slice_model(
         _write_index(source, work, folder)
         (folder / "config.json").write_text(json.dumps(work.config, indent=2, ensure_ascii=False) + "\n")
         for name in _companions(source):
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source.path / name, folder / name)
         # After those: a slice that is sliced again gets today's code.
         for name, packaged in ({} if work.code is None else work.code.files()).items():
             shutil.copyfile(packaged, folder / name)
         (folder / "README.md").write_text(_card(source, plan, selection.lineage.settings))
-        write_document(folder / LINEAGE_FILE, slicing_lineage(source, selection, artifact_digest(selection)))
+        lineage = slicing_lineage(source, selection, artifact_digest(selection))
+        record = {_DIGEST: resolve_model(str(folder)).digest}
+        write_document(folder / LINEAGE_FILE, replace(lineage, record=record))
     return plan
 
 
@@ -385,9 +401,10 @@ def slice_into(
             raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
         try:
             refuse_stale(slicing_lineage(source, selection, artifact_digest(selection)), existing, output)
-            if _is_whole(source, selection, output):
+            wrong = _what_is_wrong(source, selection, output, existing)
+            if wrong is None:
                 return plan_slicing(source, selection), False
-            reporter.warn(f"{output} is damaged; it is made again")
+            reporter.warn(f"{output} {wrong}; it is made again")
             overwrite = True
         except ArtifactError:
             if not overwrite:
@@ -395,21 +412,27 @@ def slice_into(
     return slice_model(source, selection, output, overwrite=overwrite, reporter=reporter), True
 
 
-def _is_whole(source: ModelSource, selection: Artifact, output: Path) -> bool:
-    """Whether a slice has every tensor in its size, its config and its companions."""
+def _what_is_wrong(source: ModelSource, selection: Artifact, output: Path, lineage: Lineage) -> str | None:
+    """What keeps a slice from being what slicing would write now, or `None`: its tensors, config, code, companions."""
     work = _work(source, *_checked(source, selection))
     wanted = set(work.written(entry for _header, entry in source.tensors.values()))
     try:
         made = resolve_model(str(output))
         found = {(entry.name, entry.dtype, entry.shape, entry.nbytes) for _header, entry in made.tensors.values()}
+        if found != wanted or made.config != work.config or made.digest != lineage.record.get(_DIGEST):
+            return "is damaged"
     except LapcliError:
-        return False
-    return (
-        found == wanted
-        and made.config == work.config
-        and all((output / name).is_file() for name in _companions(source))
-        and (work.code is None or not work.code.missing(output))
-    )
+        return "is damaged"
+    if work.code is not None and work.code.missing(output):
+        return f"has other code than this lapcli writes ({work.code.missing(output)[0]})"
+    of_code = {} if work.code is None else work.code.files()
+    for name in _companions(source):
+        file = output / name
+        if not file.is_file():
+            return f"lacks {name}"
+        if name not in of_code and not filecmp.cmp(source.path / name, file, shallow=False):
+            return f"has another {name} than {source.name}"
+    return None
 
 
 def load_selection(path: Path) -> Artifact:

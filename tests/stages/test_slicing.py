@@ -1,5 +1,7 @@
 """Slicing as a stage: what is there is kept, mended or refused. What a slice computes, the families' contract tests."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from lapcli.artifacts import Lineage, write_artifact
 from lapcli.errors import ArtifactError
 from lapcli.families.gated_deltanet import expand_v_for
 from lapcli.families.registry import family_for
+from lapcli.families.source import resolve_model
 from lapcli.reporting import SilentReporter
 from lapcli.stages.slicing import plan_slicing, slice_into, slice_model
 
@@ -38,6 +41,42 @@ def test_a_damaged_slice_is_made_again(model, selection, tmp_path, name):
         assert into(model, selection, output, reporter=reporter)
         assert "damaged" in reporter.warnings[0]
         assert (output / name).read_bytes() == whole
+
+
+def test_a_flipped_byte_of_the_weights_is_mended(model, selection, tmp_path):
+    weights, reporter = tmp_path / "sliced" / "model.safetensors", SilentReporter()
+    into(model, selection, tmp_path / "sliced")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert into(model, selection, tmp_path / "sliced", reporter=reporter)
+    assert "damaged" in reporter.warnings[0]
+    assert weights.read_bytes() == whole
+
+
+def test_a_slice_follows_the_files_of_its_base(model, selection, tmp_path):
+    base, output, reporter = tmp_path / "base", tmp_path / "sliced", SilentReporter()
+    shutil.copytree(model.path, base)
+    into(resolve_model(str(base)), selection, output)
+    (base / "tokenizer_config.json").write_text("{}")
+    assert into(resolve_model(str(base)), selection, output, reporter=reporter)
+    assert "another tokenizer_config.json" in reporter.warnings[0]
+    assert (output / "tokenizer_config.json").read_text() == "{}"
+    assert not into(resolve_model(str(base)), selection, output)
+
+
+def test_what_is_copied_along(model, selection, tmp_path):
+    base, output = tmp_path / "base", tmp_path / "sliced"
+    shutil.copytree(model.path, base)
+    copied = ["additional_chat_templates/rag.jinja", "chat_template.jinja", "generation_config.json", "LICENSE"]
+    left = ["pytorch_model.bin.index.json", "consolidated.safetensors.index.json", "consolidated.00.pth", ".gitignore"]
+    for name in copied + left:
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text("{}")
+    into(resolve_model(str(base)), selection, output)
+    assert [name for name in copied + left if (output / name).is_file()] == copied
+    (output / copied[0]).unlink()
+    assert into(resolve_model(str(base)), selection, output)
+    assert (output / copied[0]).is_file()
 
 
 def test_overwrite_never_removes_what_is_not_ours(model, selection, tmp_path):
