@@ -1,9 +1,8 @@
-"""Tiny models of the families that fla's own classes run, and whether those can run here.
+"""Tiny models of the families that fla's own classes run.
 
 Sizes fit Triton's interpreter: about 0.05 M parameters, so that a forward pass takes seconds on a CPU.
 """
 
-import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -24,11 +23,6 @@ _SIZES = {
     "eos_token_id": 2,
 }
 _HEADS = {"head_dim": 16, "expand_v": 1.5}
-
-
-def fla_runs() -> bool:
-    """Whether fla's kernels run in this process: on a GPU, or interpreted."""
-    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache

@@ -6,17 +6,17 @@ The oracle masks activations of the unsliced model, so it shares nothing with th
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from lapcli.artifacts import Lineage, read_header, write_artifact
+from lapcli.artifacts import read_header
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
-from lapcli.stages.slicing import plan_slicing, slice_model
+from lapcli.stages.slicing import plan_slicing
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
 from lapcli.testing.oracle import masked, relative_error
+from lapcli.testing.slices import layers_of, random_kept, selection_of, sliced_by
 
 FP32 = 1e-5  # the oracle's bound on weights of N(0, 0.25 / fan-in): a few hundred roundings of a sum of that length
 FP64 = 1e-10
@@ -43,21 +43,6 @@ def base(request, tmp_path):
     return resolve_model(str(builder(tmp_path / "base", **config)))
 
 
-def random_kept(source, width, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        layer.index: torch.stack(
-            [torch.randperm(layer.key_width, generator=generator)[:width].sort().values for _ in range(layer.heads)]
-        )
-        for layer in family_for(source.config).layers(source.config)
-    }
-
-
-def selection_of(source, kept, path: Path):
-    lineage = Lineage("selection", source.describe(), "any", {"method": "by hand", "kept_width": 0})
-    return write_artifact(path, lineage, {f"layers.{index}.kept": rows for index, rows in kept.items()})
-
-
 def logits(model, ids, **options):
     with torch.no_grad():
         return model(input_ids=ids, use_cache=False, **options).logits
@@ -66,16 +51,10 @@ def logits(model, ids, **options):
 IDS = torch.randint(3, 259, (2, 90), generator=torch.Generator().manual_seed(1))
 
 
-def sliced(source, kept, folder):
-    selection = selection_of(source, kept, folder / "selection.safetensors")
-    slice_model(source, selection, folder / "sliced")
-    return resolve_model(str(folder / "sliced"))
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, FP32), (torch.float64, FP64)], ids=["fp32", "fp64"])
 def test_sliced_equals_masked(base, tmp_path, dtype, bound):
     kept = random_kept(base, 11)
-    small = load_model(sliced(base, kept, tmp_path), dtype=dtype)
+    small = load_model(sliced_by(base, kept, tmp_path), dtype=dtype)
     whole = load_model(base, dtype=dtype)
     family = family_for(base.config)
     with masked(whole, family, family.layers(base.config), kept):
@@ -86,8 +65,8 @@ def test_sliced_equals_masked(base, tmp_path, dtype, bound):
 
 
 def test_everything_else_stays(base, tmp_path):
-    small = sliced(base, random_kept(base, 8), tmp_path)
-    layers = family_for(base.config).layers(base.config)
+    small = sliced_by(base, random_kept(base, 8), tmp_path)
+    layers = layers_of(base)
     cut = {member.tensor for layer in layers for member in layer.members}
     assert small.tensors.keys() == base.tensors.keys()
     for name, (header, entry) in base.tensors.items():
@@ -97,7 +76,7 @@ def test_everything_else_stays(base, tmp_path):
         old = header.path.read_bytes()[entry.start : entry.start + entry.nbytes]
         new = new_header.path.read_bytes()[new_entry.start : new_entry.start + new_entry.nbytes]
         assert (old != new and len(new) * layers[0].key_width == len(old) * 8) if name in cut else old == new, name
-    after = family_for(small.config).layers(small.config)
+    after = layers_of(small)
     assert [(layer.key_width, layer.value_width, layer.value_heads) for layer in after] == [
         (8, layer.value_width, layer.value_heads) for layer in layers
     ]
@@ -105,14 +84,15 @@ def test_everything_else_stays(base, tmp_path):
 
 
 def test_keeping_all_channels_is_the_identity(base, tmp_path):
-    layer = family_for(base.config).layers(base.config)[0]
-    same = sliced(base, random_kept(base, layer.key_width), tmp_path)
+    layers = layers_of(base)
+    same = sliced_by(base, random_kept(base, layers[0].key_width), tmp_path)
+    assert layers_of(same) == layers
     for name in {header.path.name for header in base.headers}:
         assert (same.path / name).read_bytes() == (base.path / name).read_bytes()
 
 
 def test_cached_decode_equals_prefill_and_it_generates(base, tmp_path):
-    model = load_model(sliced(base, random_kept(base, 11), tmp_path))
+    model = load_model(sliced_by(base, random_kept(base, 11), tmp_path))
     whole = logits(model, IDS)
     with torch.no_grad():
         out = model(input_ids=IDS[:, :50], use_cache=True)
@@ -126,7 +106,7 @@ def test_cached_decode_equals_prefill_and_it_generates(base, tmp_path):
 
 
 def test_saved_again_and_loaded_it_is_the_same(base, tmp_path):
-    first = load_model(sliced(base, random_kept(base, 11), tmp_path))
+    first = load_model(sliced_by(base, random_kept(base, 11), tmp_path))
     first.save_pretrained(tmp_path / "again")
     second = load_model(resolve_model(str(tmp_path / "again")))
     assert torch.equal(logits(first, IDS), logits(second, IDS))
@@ -138,7 +118,7 @@ def test_stock_fla_reads_the_configs_in_a_fresh_process(tmp_path):
     for name, (builder, config) in CASES.items():
         (tmp_path / name).mkdir()
         base = resolve_model(str(builder(tmp_path / name / "base", **config)))
-        models[name] = sliced(base, random_kept(base, 11), tmp_path / name)
+        models[name] = sliced_by(base, random_kept(base, 11), tmp_path / name)
     program = """
 import json, sys, warnings, torch
 warnings.simplefilter("ignore")
@@ -170,11 +150,11 @@ print(json.dumps(found))
 
 
 def test_a_plan_counts_what_will_be_written(base, tmp_path):
-    selection = selection_of(base, random_kept(base, 8), tmp_path / "selection.safetensors")
+    selection = selection_of(base, random_kept(base, 8), tmp_path)
     plan = plan_slicing(base, selection)
-    small = sliced(base, random_kept(base, 8), tmp_path)
+    small = sliced_by(base, random_kept(base, 8), tmp_path)
     assert plan.bytes_after == sum(entry.nbytes for _header, entry in small.tensors.values())
-    layers = family_for(base.config).layers(base.config)
+    layers = layers_of(base)
     state = sum(layer.value_heads * 8 * layer.value_width * 4 for layer in layers)
     assert plan.state_bytes_after == state
     with torch.no_grad():
@@ -188,8 +168,8 @@ def test_bf16_is_cut_bit_for_bit(tmp_path):
     load_model(source, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     base = resolve_model(str(tmp_path / "base"))
     kept = random_kept(base, 11)
-    small = sliced(base, kept, tmp_path)
-    for layer in family_for(base.config).layers(base.config):
+    small = sliced_by(base, kept, tmp_path)
+    for layer in layers_of(base):
         for member in layer.members:
             old, new = (load_tensor(model, member.tensor) for model in (base, small))
             assert old.dtype is torch.bfloat16

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +17,11 @@ from packaging.version import Version
 from safetensors.torch import load_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lapcli.artifacts import Lineage, write_artifact
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
-from lapcli.stages.slicing import slice_model
 from lapcli.testing.oracle import _recurrence_changed as recurrence_changed
 from lapcli.testing.oracle import masked, relative_error
+from lapcli.testing.slices import layers_of, random_kept, sliced_by
 from lapcli.testing.stock_models import STOCK_MODELS, lay_convolutions, release_config, tiny_stock_model
 
 FP32 = 1e-5  # the oracle's bound on weights of N(0, 0.25 / fan-in): a few hundred roundings of a sum of that length
@@ -102,28 +100,6 @@ def base(request, tmp_path_factory):
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     return made(request.param, tmp_path_factory.mktemp(request.param) / "base")
-
-
-def layers_of(source):
-    return family_for(source.config).layers(source.config)
-
-
-def random_kept(source, width, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        layer.index: torch.stack(
-            [torch.randperm(layer.key_width, generator=generator)[:width].sort().values for _ in range(layer.heads)]
-        )
-        for layer in layers_of(source)
-    }
-
-
-def sliced_by(source, kept, folder: Path):
-    lineage = Lineage("selection", source.describe(), "any", {"method": "by hand", "kept_width": 0})
-    tensors = {f"layers.{index}.kept": rows for index, rows in kept.items()}
-    selection = write_artifact(folder / "selection.safetensors", lineage, tensors)
-    slice_model(source, selection, folder / "sliced")
-    return resolve_model(str(folder / "sliced"))
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +234,9 @@ def test_keeping_all_channels_is_the_identity(base, tmp_path):
     same = sliced_by(base, random_kept(base, layers_of(base)[0].key_width), tmp_path)
     for header in base.headers:
         assert (same.path / header.path.name).read_bytes() == header.path.read_bytes()
+    assert layers_of(same) == layers_of(base)
+    # Whose code loads it stays the same too.
+    assert same.config["model_type"] == base.config["model_type"]
 
 
 def test_the_state_has_the_bytes_that_the_layers_say(sliced):
