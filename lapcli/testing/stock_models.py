@@ -314,18 +314,22 @@ def tiny_stock_model(
 
 
 def release_config(folder: Path) -> None:
-    """Say the heads of Kimi Linear or Bailing Hybrid as the releases do; transformers saves other fields."""
+    """Say the heads of a KDA model as the releases of its family do; transformers saves other fields."""
     import json
 
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    count, width, taps = (config.pop(f"linear_{name}") for name in ("num_heads", "head_dim", "conv_kernel_dim"))
+    part = config.get("text_config", config)
+    count, width, taps = (part.pop(f"linear_{name}") for name in ("num_heads", "head_dim", "conv_kernel_dim"))
+    heads = {"head_dim": width, "num_heads": count, "short_conv_kernel_size": taps}
+    if config["model_type"] == "glm5_next":
+        part["linear_attn_config"] = {**heads, "gate_lower_bound": part.pop("linear_lower_bound"), "safe_gate": True}
+        path.write_text(json.dumps(config))
+        return
     kinds = config.pop("layer_types")
     if config["model_type"] == "kimi_linear":
         config["linear_attn_config"] = {
-            "head_dim": width,
-            "num_heads": count,
-            "short_conv_kernel_size": taps,
+            **heads,
             "kda_layers": [number for number, kind in enumerate(kinds, 1) if kind == "linear_attention"],
             "full_attn_layers": [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"],
         }
