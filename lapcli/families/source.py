@@ -93,7 +93,14 @@ class ModelSource:
             ArtifactError: a file is damaged.
             ModelError: there are no weights, or they do not fit the config.
         """
-        headers = tuple(read_header(shard) for shard in self.shards)
+        return self._checked(tuple(read_header(shard) for shard in self.shards))
+
+    def _checked(self, headers: tuple[SafetensorsHeader, ...]) -> tuple[SafetensorsHeader, ...]:
+        """The headers, if they fit the config.
+
+        Raises:
+            ModelError: they do not.
+        """
         family = find_family(self.config)
         # Quantised checkpoints have tensors of their own; what would cut or run them refuses them.
         if family is not None and not self.config.get("quantization_config"):

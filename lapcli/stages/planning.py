@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lapcli.artifacts import TensorEntry
 from lapcli.errors import FamilyError, LapcliError, UsageError
-from lapcli.families.base import Family, Member, PredictionHead, StatefulLayer
+from lapcli.families.base import StatefulLayer
 from lapcli.families.fields import optional_integer, positive_integer
 from lapcli.families.packed import text_part
 from lapcli.families.registry import family_for
 from lapcli.families.source import DEMO_PREFIX, ModelSource, refuse_quantised, resolve_model
 from lapcli.selectors.budget import KeptWidth, kept_width, kept_width_from_keep
+from lapcli.stages.cutting import Mtp, cutting
 from lapcli.stages.kernel_table import OPERATORS, Operator, kernels_for
 from lapcli.stages.lineage import sliced_lineage
 
@@ -170,7 +170,7 @@ class Plan:
     heads_per_device: tuple[tuple[int, int], ...]
     replicated: bool
     pruned_before: dict[str, Any] | None
-    mtp: Literal["passes through", "dropped"] | None
+    mtp: Mtp | None
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
@@ -274,8 +274,10 @@ def plan_ratio(
         width, unaligned = kept_width(key_width, ratio, align), kept_width(key_width, ratio, 1).width
     operator = OPERATORS.get(family.name)
     replicated = _refuse_indivisible(layers, devices, operator)
-    head = family.mtp(source.config, source.tensors.keys())
-    weights, cut_tensors = _weight_bytes(source, family, layers, key_width - width.width, head)
+    # Which channels go makes no difference to sizes.
+    gone = {layer.index: [range(width.width, key_width)] * layer.heads for layer in layers}
+    cut = cutting(source, layers, gone)
+    weights = Change(cut.bytes_before, cut.bytes_after)
     cache = softmax_cache(source.config, layers)
     tokens = _context(source.config, cache, context)
 
@@ -305,7 +307,7 @@ def plan_ratio(
         state_bytes=states,
         convolution_bytes=convolutions,
         weight_bytes=weights,
-        cut_tensors=cut_tensors,
+        cut_tensors=cut.cut_tensors,
         cache=cache,
         concurrency=Concurrency(
             capacity,
@@ -318,7 +320,7 @@ def plan_ratio(
         heads_per_device=tuple((max(1, key // devices), value // devices) for key, value in heads),
         replicated=replicated,
         pruned_before=_pruned_before(source),
-        mtp=None if head is None else "dropped" if head.stateful else "passes through",
+        mtp=cut.mtp,
         kernels=[
             {**kernel.row((key_width, value), (width.width, value)), "value_width": value}
             for value in shapes
@@ -381,56 +383,6 @@ def _rows(layers: Iterable[StatefulLayer], kept: int, itemsize: int) -> tuple[La
         )
         for (*_shape, convolution), group in alike.items()
     )
-
-
-def _weight_bytes(
-    source: ModelSource, family: Family, layers: Iterable[StatefulLayer], cut: int, head: PredictionHead | None
-) -> tuple[Change, int]:
-    """The sizes of all tensors as they are and as slicing would write them without `cut` channels a head, and how many
-    tensors it cuts.
-    """
-    entries = {name: entry for name, (_header, entry) in source.tensors.items()}
-    shapes = {name: entry.shape for name, entry in entries.items()}
-    # By tensor: the axis, and where on it each head's channels begin.
-    heads: dict[str, tuple[int, set[int]]] = {}
-    for layer in layers:
-        for member in family.members(layer, shapes):
-            axis, starts = heads.setdefault(member.tensor, (member.axis, set()))
-            if axis != member.axis:
-                raise FamilyError(f"{member.tensor} is declared on axes {axis} and {member.axis}")
-            starts.update(_starts(source, entries, member, layer))
-    before = sum(entry.nbytes for entry in entries.values())
-    removed = 0
-    for name, (axis, starts) in heads.items():
-        entry = entries[name]
-        removed += entry.nbytes // entry.shape[axis] * len(starts) * cut
-    if head is not None and head.stateful:
-        removed += sum(entries[name].nbytes for name in head.tensors)
-    return Change(before, before - removed), sum(bool(starts) for _axis, starts in heads.values())
-
-
-def _starts(
-    source: ModelSource, entries: Mapping[str, TensorEntry], member: Member, layer: StatefulLayer
-) -> Iterable[int]:
-    """Where each head's channels begin in a tensor, checked against its shape."""
-    hint = "the checkpoint does not fit its config"
-    entry = entries.get(member.tensor)
-    if entry is None:
-        raise FamilyError(
-            f"{source.name} has no tensor {member.tensor}, which its family declares for layer {layer.index}", hint
-        )
-    length = entry.shape[member.axis] if member.axis < len(entry.shape) else 0
-    starts = range(member.offset, member.offset + layer.heads * member.stride, member.stride)
-    if member.partial:
-        # A head that two tensors share counts where it begins: all its channels lie in one or the other.
-        return [start for start in starts if 0 <= start < length]
-    if length < starts[-1] + layer.key_width:
-        raise FamilyError(
-            f"{member.tensor} has {length} channels on axis {member.axis}; {layer.heads} heads of {layer.key_width} "
-            f"need {starts[-1] + layer.key_width}",
-            hint,
-        )
-    return starts
 
 
 def _fitting(memory: int, weights: int, sequence: int) -> int:

@@ -7,8 +7,6 @@ from typing import Any
 
 from lapcli.artifacts import SafetensorsHeader, TensorEntry
 from lapcli.errors import ModelError
-from lapcli.families.fit import refuse_misfit
-from lapcli.families.registry import find_family
 from lapcli.families.source import DEMO_PREFIX, ModelSource, resolve_model
 
 
@@ -37,12 +35,7 @@ class HubHeaders(ModelSource):
                 f"the headers of {self.name} could not be read from the hub ({type(error).__name__})",
                 "name a local directory, or try again with a network",
             ) from error
-        headers = tuple(_header(self.path / name, file) for name, file in found.files_metadata.items())
-        family = find_family(self.config)
-        if family is not None and not self.config.get("quantization_config"):
-            tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
-            refuse_misfit(self.name, family, self.config, tensors)
-        return headers
+        return self._checked(tuple(_header(self.path / name, file) for name, file in found.files_metadata.items()))
 
 
 def _header(path: Path, file: Any) -> SafetensorsHeader:

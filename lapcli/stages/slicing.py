@@ -8,10 +8,10 @@ through exactly, and every other tensor's bytes are those of the base.
 import filecmp
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from lapcli.artifacts import (
     Artifact,
     Lineage,
     SafetensorsHeader,
-    TensorEntry,
     artifact_digest,
     atomic_directory,
     encode_header,
@@ -28,11 +27,12 @@ from lapcli.artifacts import (
     write_document,
 )
 from lapcli.errors import ArtifactError, FamilyError, LapcliError, ModelError
-from lapcli.families.base import Member, ModelCode, StatefulLayer
+from lapcli.families.base import ModelCode, StatefulLayer
 from lapcli.families.packed import text_part, with_text_part
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource, refuse_quantised, resolve_model
 from lapcli.reporting import Reporter, SilentReporter
+from lapcli.stages.cutting import Cutting, Mtp, cutting
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage, slicing_lineage
 
 _COPY_BLOCK = 16 << 20
@@ -42,14 +42,6 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 _DIGEST = "digest"
 """Where a slice's record has the digest of its own config, index and weights."""
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Which entries of one axis of one tensor stay."""
-
-    axis: int
-    keep: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,7 @@ class SlicePlan:
     bytes_after: int
     state_bytes_before: int
     state_bytes_after: int
-    mtp: Literal["passes through", "dropped"] | None = None
+    mtp: Mtp | None = None
 
 
 @dataclass(frozen=True)
@@ -84,25 +76,19 @@ class _Work:
 
     Attributes:
         plan: as told to the user.
-        cuts: by tensor; all others stay as they are.
-        dropped: tensors that are left out.
+        cutting: what becomes of each tensor.
         config: the sliced model's.
         code: what must lie beside it so that transformers can load it, or `None`.
     """
 
     plan: SlicePlan
-    cuts: Mapping[str, _Cut]
-    dropped: frozenset[str]
+    cutting: Cutting
     config: dict[str, Any]
     code: ModelCode | None = None
 
-    def written(self, entries: Iterable[TensorEntry]) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """Name, dtype, shape and size of what comes of tensors."""
-        return [_sliced_entry(entry, self.cuts.get(entry.name)) for entry in entries if entry.name not in self.dropped]
-
     def shards(self, source: ModelSource) -> list[SafetensorsHeader]:
         """The files of which anything is left."""
-        return [header for header in source.headers if header.tensors.keys() - self.dropped]
+        return [header for header in source.headers if header.tensors.keys() - self.cutting.dropped]
 
 
 def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int, NDArray[np.int64]]:
@@ -132,61 +118,6 @@ def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int
     return kept
 
 
-def _entry(source: ModelSource, member: Member, layer: StatefulLayer) -> TensorEntry:
-    if member.tensor not in source.tensors:
-        parent = member.tensor.removesuffix(".weight").rpartition(".")[0] + "."
-        found = sorted(name.removeprefix(parent) for name in source.tensors if name.startswith(parent))
-        raise FamilyError(
-            f"{source.name} has no tensor {member.tensor}, which its family declares for layer {layer.index} of a "
-            f"{source.config.get('model_type')}",
-            "the checkpoint does not fit its config" + (f"; there it has {', '.join(found)}" if found else ""),
-        )
-    entry = source.tensors[member.tensor][1]
-    if member.partial:
-        return entry
-    needed = member.offset + (layer.heads - 1) * member.stride + layer.key_width
-    found = entry.shape[member.axis] if member.axis < len(entry.shape) else 0
-    if found < needed:
-        raise FamilyError(
-            f"{member.tensor} has {found} channels on axis {member.axis}; {layer.heads} heads of {layer.key_width} "
-            f"need {needed}",
-            "the checkpoint does not fit its config",
-        )
-    return entry
-
-
-def _cuts(
-    source: ModelSource, layers: Sequence[StatefulLayer], kept: Mapping[int, NDArray[np.int64]]
-) -> dict[str, _Cut]:
-    cuts: dict[str, _Cut] = {}
-    family = family_for(source.config)
-    shapes = {name: entry.shape for name, (_header, entry) in source.tensors.items()}
-    for layer in layers:
-        dropped = np.ones((layer.heads, layer.key_width), dtype=bool)
-        np.put_along_axis(dropped, kept[layer.index], False, axis=1)
-        heads, channels = np.nonzero(dropped)
-        for member in family.members(layer, shapes):
-            entry = _entry(source, member, layer)
-            cut = cuts.setdefault(member.tensor, _Cut(member.axis, np.ones(entry.shape[member.axis], dtype=bool)))
-            if cut.axis != member.axis:
-                raise FamilyError(f"{member.tensor} is declared on axes {cut.axis} and {member.axis}")
-            places = member.offset + heads * member.stride + channels
-            if member.partial:
-                places = places[(places >= 0) & (places < len(cut.keep))]
-            cut.keep[places] = False
-    return cuts
-
-
-def _sliced_entry(entry: TensorEntry, cut: _Cut | None) -> tuple[str, str, tuple[int, ...], int]:
-    if cut is None:
-        return entry.name, entry.dtype, entry.shape, entry.nbytes
-    shape = list(entry.shape)
-    remaining = int(cut.keep.sum())
-    nbytes = entry.nbytes // shape[cut.axis] * remaining
-    shape[cut.axis] = remaining
-    return entry.name, entry.dtype, tuple(shape), nbytes
-
-
 def _without_head(config: dict[str, Any]) -> dict[str, Any]:
     """The config of a model whose MTP head is left out."""
     text = text_part(config)
@@ -199,34 +130,31 @@ def _without_head(config: dict[str, Any]) -> dict[str, Any]:
 def _work(source: ModelSource, layers: tuple[StatefulLayer, ...], kept: Mapping[int, NDArray[np.int64]]) -> _Work:
     family, kept_width = family_for(source.config), next(iter(kept.values())).shape[1]
     config = family.sliced_config(source.config, kept_width)
-    cuts = _cuts(source, layers, kept)
-    head = family.mtp(source.config, source.tensors.keys())
-    # The width that a mixer of the head is built with is the model's, and no kept channels were chosen for it.
-    drop = head is not None and bool(head.stateful)
-    dropped: frozenset[str] = head.tensors if head is not None and drop else frozenset()
-    entries = [entry for _header, entry in source.tensors.values()]
+    width = {layer.index: layer.key_width for layer in layers}
+    gone = {index: [set(range(width[index])).difference(row.tolist()) for row in rows] for index, rows in kept.items()}
+    found = cutting(source, layers, gone)
     plan = SlicePlan(
         kept_width=kept_width,
         layers=layers,
-        cut_tensors=sum(not cut.keep.all() for cut in cuts.values()),
-        bytes_before=sum(entry.nbytes for entry in entries),
-        bytes_after=sum(_sliced_entry(e, cuts.get(e.name))[3] for e in entries if e.name not in dropped),
+        cut_tensors=found.cut_tensors,
+        bytes_before=found.bytes_before,
+        bytes_after=found.bytes_after,
         state_bytes_before=sum(layer.state_bytes() for layer in layers),
         state_bytes_after=sum(layer.state_bytes(kept_width) for layer in layers),
-        mtp=None if head is None else "dropped" if drop else "passes through",
+        mtp=found.mtp,
     )
-    return _Work(plan, cuts, dropped, _without_head(config) if drop else config, family.model_code(config))
+    return _Work(plan, found, _without_head(config) if found.dropped else config, family.model_code(config))
 
 
 def _write_shard(header: SafetensorsHeader, work: _Work, target: Path, advance: Any) -> None:
-    entries = work.written(header.tensors.values())
+    entries = work.cutting.written(header.tensors.values())
     with header.path.open("rb") as source, target.open("wb") as out:
         out.write(encode_header(entries, header.metadata))
         for entry in header.tensors.values():
-            if entry.name in work.dropped:
+            if entry.name in work.cutting.dropped:
                 advance(entry.nbytes)
                 continue
-            cut = work.cuts.get(entry.name)
+            cut = work.cutting.cuts.get(entry.name)
             if cut is None:
                 source.seek(entry.start)
                 left = entry.nbytes
@@ -239,22 +167,24 @@ def _write_shard(header: SafetensorsHeader, work: _Work, target: Path, advance: 
             else:
                 outer = int(np.prod(entry.shape[: cut.axis], dtype=np.int64))
                 axis = entry.shape[cut.axis]
+                keep = np.ones(axis, dtype=bool)
+                keep[list(cut.gone)] = False
                 view = np.memmap(source, np.uint8, "r", entry.start, (outer, axis, entry.nbytes // (outer * axis)))
                 for row in view:
-                    out.write(np.ascontiguousarray(row[cut.keep]).tobytes())
+                    out.write(np.ascontiguousarray(row[keep]).tobytes())
             advance(entry.nbytes)
 
 
 def _write_index(source: ModelSource, work: _Work, folder: Path) -> None:
     if source.index is None:
         return
-    written = work.written(entry for _header, entry in source.tensors.values())
+    written = work.cutting.written(entry for _header, entry in source.tensors.values())
     metadata = dict(source.index.get("metadata") or {})
     metadata["total_size"] = sum(nbytes for *_rest, nbytes in written)
     if "total_parameters" in metadata:
         metadata["total_parameters"] = sum(int(np.prod(shape, dtype=np.int64)) for _n, _d, shape, _b in written)
     index = {**source.index, "metadata": metadata}
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in work.dropped}
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in work.cutting.dropped}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -415,7 +345,7 @@ def slice_into(
 def _what_is_wrong(source: ModelSource, selection: Artifact, output: Path, lineage: Lineage) -> str | None:
     """What keeps a slice from being what slicing would write now, or `None`: its tensors, config, code, companions."""
     work = _work(source, *_checked(source, selection))
-    wanted = set(work.written(entry for _header, entry in source.tensors.values()))
+    wanted = set(work.cutting.written(entry for _header, entry in source.tensors.values()))
     try:
         made = resolve_model(str(output))
         found = {(entry.name, entry.dtype, entry.shape, entry.nbytes) for _header, entry in made.tensors.values()}

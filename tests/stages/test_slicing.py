@@ -11,7 +11,9 @@ from lapcli.families.gated_deltanet import expand_v_for
 from lapcli.families.registry import family_for
 from lapcli.families.source import resolve_model
 from lapcli.reporting import SilentReporter
+from lapcli.stages.planning import plan_ratio
 from lapcli.stages.slicing import plan_slicing, slice_into, slice_model
+from lapcli.testing.slices import random_kept, selection_of
 
 
 @pytest.fixture
@@ -116,3 +118,11 @@ def test_expand_v_gives_back_the_value_width_in_flas_own_arithmetic(value_width)
     assert all(int(width * expand_v_for(value_width, width)) == value_width for width in range(1, 257))
     # Plain division would not.
     assert value_width == 64 or any(int(w * (value_width / w)) != value_width for w in range(1, 257))
+
+
+@pytest.mark.parametrize("kept", [32, 16], ids=["all", "half"])
+def test_the_plan_and_the_slice_count_the_same_cuts(model, tmp_path, kept):
+    wanted = plan_slicing(model, selection_of(model, random_kept(model, kept), tmp_path))
+    plan = plan_ratio(model, keep=kept)
+    assert (plan.cut_tensors, plan.weight_bytes.after) == (wanted.cut_tensors, wanted.bytes_after)
+    assert (plan.cut_tensors == 0) is (kept == 32)
