@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from lapcli.artifacts import Lineage, write_artifact
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
+from lapcli.recipe import CalibrationSettings
 from lapcli.stages.observation import observe
 from lapcli.stages.slicing import slice_model
-from lapcli.testing.oracle import seen_by_the_recurrence
+from lapcli.testing.oracle import relative_error, seen_by_the_recurrence
 from lapcli.testing.stock_models import tiny_stock_model
 
 HYBRIDS = ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"]
@@ -131,6 +132,41 @@ def test_watching_falcon_h1_changes_nothing(tmp_path):
                 assert torch.equal(model(input_ids=IDS).logits, wanted)
         assert torch.equal(model(input_ids=IDS).logits, wanted)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_exact_and_drawn_rows_of_mamba2(tmp_path):
+    """Triangles and draws are of B and C as the recurrence gets them, group by group."""
+    source = resolve_model(str(tiny_stock_model("mamba2", tmp_path / "base", n_groups=2)))
+    model, layers = load_model(source), family_for(source.config).layers(source.config)
+    every = CalibrationSettings(data="builtin", samples=len(IDS), seq_len=IDS.shape[1])
+    exact = observe(layers, every.model_copy(update={"exact": True}))
+    drawn = observe(layers, every.model_copy(update={"rows": 33}))
+    family = family_for(source.config)
+    with (
+        torch.no_grad(),
+        exact.attached(family, model),
+        drawn.attached(family, model),
+        seen_by_the_recurrence(model, layers) as seen,
+    ):
+        for row in IDS:
+            # Several passes, so that triangles are stacked and draws go on where they were.
+            kept = dict(seen)
+            model(input_ids=row[None], use_cache=False)
+            for index, parts in kept.items():
+                seen[index] = tuple(torch.cat(pair) for pair in zip(parts, seen[index], strict=True))
+    for whole, some in zip(exact.layers, drawn.layers, strict=True):
+        assert some.picks is not None
+        for side, values, picks in zip(("query", "key"), seen[whole.layer.index], some.picks, strict=True):
+            rows = values.flatten(0, 1).unflatten(1, (2, -1))[:, :, 0].double()
+            assert rows.shape == (IDS.numel(), 2, 32)
+            heads = rows.transpose(0, 1)
+            triangle = getattr(whole, f"triangle_{side}")
+            assert torch.equal(triangle, triangle.triu())
+            # fp32 keys, once taken through the taps and once as the library computes them.
+            assert relative_error(triangle.mT @ triangle, heads.mT @ heads) < 1e-5
+            assert relative_error(torch.linalg.svdvals(triangle), torch.linalg.svdvals(heads)) < 1e-5
+            assert len(picks) == 33
+            assert relative_error(getattr(some, f"gram_{side}"), heads[:, picks].mT @ heads[:, picks]) < 1e-5
 
 
 def with_head(folder, **tensors):
