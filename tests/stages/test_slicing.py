@@ -120,9 +120,8 @@ def test_expand_v_gives_back_the_value_width_in_flas_own_arithmetic(value_width)
     assert value_width == 64 or any(int(w * (value_width / w)) != value_width for w in range(1, 257))
 
 
-@pytest.mark.parametrize("kept", [32, 16], ids=["all", "half"])
+@pytest.mark.parametrize("kept", [31, 16, 1])
 def test_the_plan_and_the_slice_count_the_same_cuts(model, tmp_path, kept):
     wanted = plan_slicing(model, selection_of(model, random_kept(model, kept), tmp_path))
     plan = plan_ratio(model, keep=kept)
     assert (plan.cut_tensors, plan.weight_bytes.after) == (wanted.cut_tensors, wanted.bytes_after)
-    assert (plan.cut_tensors == 0) is (kept == 32)
