@@ -56,10 +56,14 @@ def run(
     )
     target = output or directory.calibration
 
+    from lapcli.data import check_source, parse_mixture
     from lapcli.machine import Machine
     from lapcli.stages.calibration import assist, calibrate, check_calibration
 
     reporter = display.DisplayReporter(quiet or as_json)
+    source.check_tokenizer()
+    for part in parse_mixture(settings.data):
+        check_source(part.name)
     layers = check_calibration(source, settings, reporter)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     machine.check(source.config, layers, needs_gradient=grad)

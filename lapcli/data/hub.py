@@ -68,8 +68,8 @@ def read_hub(name: str, hub_set: HubSet, split: str, text_field: str | None = No
     except ImportError as error:
         raise DataError(f"data set '{name}' needs the package `datasets`.", "pip install datasets") from error
     try:
-        _try_network()
-        with _without_retry_lines():
+        try_network()
+        with without_retry_lines():
             rows: Iterable[Any] = load_dataset(hub_set.repository, hub_set.config, split=split, streaming=True)
     except Exception as error:
         raise _explain(error, name, hub_set, 0) from error
@@ -79,7 +79,7 @@ def read_hub(name: str, hub_set: HubSet, split: str, text_field: str | None = No
             yield Document(f"{name}:{number}", text)
 
 
-def _try_network() -> None:
+def try_network() -> None:
     """Ask the hub for a sign of life, once: its client tries for half a minute where there is no network.
 
     Raises:
@@ -94,7 +94,7 @@ def _try_network() -> None:
 
 
 @contextmanager
-def _without_retry_lines() -> Generator[None]:
+def without_retry_lines() -> Generator[None]:
     """Silence what the hub's client says before each new attempt; what it gives up on is raised."""
     client = logging.getLogger("huggingface_hub.utils._http")
     level = client.level
@@ -110,7 +110,7 @@ def _records(rows: Iterable[Any], name: str, hub_set: HubSet, text_field: str | 
     number = 0
     while True:
         try:
-            with _without_retry_lines():
+            with without_retry_lines():
                 row = next(stream)
         except StopIteration:
             return

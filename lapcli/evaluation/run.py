@@ -108,6 +108,10 @@ def plan_evaluation(
     for label, source in models:
         assert source.headers  # raises where the weights are damaged or do not fit the config
         if any(info.kind == "niah" for info in plan.missing(label)):
+            limit = _position_limit(source.config)
+            beyond = [str(length) for length in settings.niah_lengths if limit is not None and length > limit]
+            if beyond and reporter is not None:
+                reporter.warn(f"niah at {', '.join(beyond)} is beyond the {limit} positions that {label} was made for")
             check_lengths(settings, load_tokenizer(source, trust_remote_code=trust_remote_code))
     return plan
 

@@ -36,6 +36,7 @@ def refuse_misfit(name: str, family: Family, config: Mapping[str, Any], tensors:
                 f"{tensor} of {name} has the shape {list(entry.shape)}, but config.json implies {_spelled(sizes)}",
                 _HINT,
             )
+    _refuse_other_widths(name, family, config, tensors)
     free = family.undeclared(config)
     layers = text_part(config).get("num_hidden_layers")
     head = family.mtp(config, tensors.keys())
@@ -50,6 +51,29 @@ def refuse_misfit(name: str, family: Family, config: Mapping[str, Any], tensors:
             )
         if not tensor.startswith(free):
             raise ModelError(f"{name} has a tensor {tensor}, which its config.json does not imply", _HINT)
+
+
+def _refuse_other_widths(
+    name: str, family: Family, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
+) -> None:
+    """Refuse a layer whose short convolution has other channels than its heads and widths make.
+
+    Where a checkpoint has one tensor for it all, its length tells heads and widths that are too small too.
+    """
+    shapes = {tensor: entry.shape for tensor, entry in tensors.items()}
+    for layer in family.layers(config):
+        members = [member for member in family.members(layer, shapes) if member.role.endswith("convolution")]
+        holders = {member.tensor for member in members}
+        if layer.convolution is None or len(holders) != 1 or any(member.partial for member in members):
+            continue
+        (tensor,) = holders
+        if tensor in shapes and shapes[tensor][0] != layer.convolution.channels:
+            raise ModelError(
+                f"{tensor} of {name} has {shapes[tensor][0]} channels, but config.json implies "
+                f"{layer.convolution.channels} ({layer.heads} key heads or groups of {layer.key_width}, "
+                f"{layer.value_heads} value heads of {layer.value_width})",
+                _HINT,
+            )
 
 
 def _why_wanted(tensor: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> str:

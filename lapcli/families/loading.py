@@ -3,6 +3,7 @@
 import functools
 import shutil
 import tempfile
+import warnings
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -52,7 +53,10 @@ def _quietly() -> Generator[None]:
     for report in reports:
         report.addFilter(errors_only)
     try:
-        yield
+        with warnings.catch_warnings():
+            # transformers imports fla with a hybrid; on a CPU it warns of what `choose_kernels` puts right.
+            warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
+            yield
     finally:
         for report in reports:
             report.removeFilter(errors_only)
@@ -258,6 +262,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> "
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    source.check_tokenizer()
     unknown = (
         _own_class(source.config.get("model_type")) is not None
         or needs_fla(source.config)

@@ -30,6 +30,8 @@ _TOKENIZER = (
     "additional_chat_templates/*",
 )
 """Files that make a tokenizer, as transformers names them."""
+_VOCABULARY = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tokenization_*.py")
+"""Those of them without one of which there is none."""
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
@@ -93,7 +95,27 @@ class ModelSource:
             ArtifactError: a file is damaged.
             ModelError: there are no weights, or they do not fit the config.
         """
-        return self._checked(tuple(read_header(shard) for shard in self.shards))
+        headers = tuple(read_header(shard) for shard in self.shards)
+        self._check_index(headers)
+        return self._checked(headers)
+
+    def _check_index(self, headers: tuple[SafetensorsHeader, ...]) -> None:
+        """Refuse an index that does not say where the tensors lie: a loader that follows it would fail.
+
+        Raises:
+            ModelError: naming the first tensor, and where it is.
+        """
+        if self.index is None:
+            return
+        named = self.index["weight_map"]
+        found = {name: header.path.name for header in headers for name in header.tensors}
+        for name in sorted(named.keys() | found.keys()):
+            if named.get(name) != found.get(name):
+                raise ModelError(
+                    f"{self.path / _INDEX} says that {name} is in {named.get(name, 'no file')}, "
+                    f"but it is in {found.get(name, 'none of its files')}",
+                    "download the model again",
+                )
 
     def _checked(self, headers: tuple[SafetensorsHeader, ...]) -> tuple[SafetensorsHeader, ...]:
         """The headers, if they fit the config.
@@ -123,6 +145,18 @@ class ModelSource:
         """Names the contents of all files that make the tokenizer, chat templates too, and nothing else."""
         files = {path for pattern in _TOKENIZER for path in self.path.glob(pattern) if path.is_file()}
         return digest_document({path.relative_to(self.path).as_posix(): digest_file(path) for path in files})
+
+    def check_tokenizer(self) -> None:
+        """Refuse a model that comes without a tokenizer: transformers would make an empty one.
+
+        Raises:
+            ModelError: there is none.
+        """
+        if not any(path.is_file() for pattern in _VOCABULARY for path in self.path.glob(pattern)):
+            raise ModelError(
+                f"{self.name} has no tokenizer: {self.path} holds none of {', '.join(_VOCABULARY)}",
+                "put the base model's tokenizer files into its directory",
+            )
 
     @property
     def is_demo(self) -> bool:

@@ -64,12 +64,17 @@ def headers_of(name: str, revision: str | None = None) -> ModelSource:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
+    from lapcli.data.hub import try_network, without_retry_lines
+
     try:
-        path = Path(hf_hub_download(name, "config.json", revision=revision))
+        with without_retry_lines():
+            try_network()
+            path = Path(hf_hub_download(name, "config.json", revision=revision))
         config = json.loads(path.read_text())
     except OfflineModeIsEnabled:
         return resolve_model(name, revision)  # what is in the hub's cache, whole
-    except (OSError, ValueError) as error:
+    # The client raises errors of the HTTP library that it happens to use.
+    except Exception as error:
         raise _not_fetched(name, error) from error
     if not isinstance(config, dict):
         raise ModelError(f"config.json of {name} holds no object with named fields", "name another model")
@@ -77,13 +82,20 @@ def headers_of(name: str, revision: str | None = None) -> ModelSource:
 
 
 def _not_fetched(name: str, error: Exception) -> ModelError:
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     if isinstance(error, GatedRepoError):
         return ModelError(
             f"the hub's model {name} is gated", "accept its terms on its page, then log in with `hf auth login`"
         )
-    if isinstance(error, EntryNotFoundError):
+    # The client's word for "not in the cache, and no network" is a kind of "no such file".
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
         return ModelError(f"the hub's {name} has no config.json, so it is no model", "an adapter? merge it first")
     if isinstance(error, RepositoryNotFoundError | HFValidationError):
         return ModelError(f"{name!r} is neither a directory here nor a model on the hub", "`lapcli list models`")

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lapcli.artifacts import Artifact, RunDirectory, read_artifact
+from lapcli.data import check_source, parse_mixture
 from lapcli.errors import ArtifactError, FamilyError
 from lapcli.families.base import StatefulLayer
 from lapcli.families.registry import family_for
@@ -111,6 +112,9 @@ def plan_pruning(
     needs_saliency = any(name.startswith("saliency") for name in budget.selector.needs(selection.score_from))
     there = _calibration_there(source, calibration, run)
     if there is None:
+        source.check_tokenizer()
+        for part in parse_mixture(calibration.data):
+            check_source(part.name)
         check_calibration(source, calibration, SilentReporter())
     plan = PrunePlan(
         layers=layers,

@@ -28,9 +28,9 @@ from lapcli.data.hub import (
     _PAGE_TITLE,
     HubSet,
     _explain,
-    _try_network,
-    _without_retry_lines,
     find_hub_set,
+    try_network,
+    without_retry_lines,
 )
 from lapcli.data.recall import recall_documents
 from lapcli.data.sources import check_source
@@ -213,7 +213,7 @@ class HubRecords:
         while True:
             before = {"record": number, "rows": rows.state_dict()}
             try:
-                with _without_retry_lines():
+                with without_retry_lines():
                     row = next(stream)
             except StopIteration:
                 break
@@ -240,8 +240,8 @@ class HubRecords:
         except ImportError as error:
             raise DataError(f"data set '{self._name}' needs the package `datasets`.", "pip install datasets") from error
         try:
-            _try_network()
-            with _without_retry_lines():
+            try_network()
+            with without_retry_lines():
                 return load_dataset(self._set.repository, self._set.config, split="train", streaming=True)
         except Exception as error:
             raise _explain(error, self._name, self._set, 0) from error

@@ -1,6 +1,7 @@
 """Checkpoints and configs that do not belong together are refused from headers alone, naming what is wrong."""
 
 import json
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -11,11 +12,12 @@ from lapcli.artifacts import Lineage, RunDirectory, write_artifact
 from lapcli.cli.inspect_ import describe
 from lapcli.errors import ModelError
 from lapcli.families import source as source_module
-from lapcli.families.loading import load_model, resolve_model
+from lapcli.families.loading import load_model, load_tokenizer, resolve_model
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.stages.pruning import plan_pruning
 from lapcli.stages.slicing import plan_slicing
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.stock_models import tiny_stock_model
 
 BUILDERS = {"gated": tiny_gated_deltanet, "delta": tiny_delta_net}
 
@@ -196,3 +198,41 @@ def test_what_transformers_reports_is_refused_in_silence(tmp_path, monkeypatch, 
     with nullcontext() if message is None else pytest.raises(ModelError, match=message):
         load(folder)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [("qwen3_next", "linear_key_head_dim", 16), ("mamba2", "n_groups", 1), ("qwen3_5", "linear_num_key_heads", 1)],
+)
+def test_widths_below_those_of_the_weights_are_refused(model_type, field, value, tmp_path):
+    """Too few channels in the config would read as a smaller model; the convolution has them all."""
+    more = {"n_groups": 2} if model_type == "mamba2" else {}
+    folder = tiny_stock_model(model_type, tmp_path, **more)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ModelError, match=r"conv1d.weight of .* has \d+ channels, but config.json implies \d+"):
+        assert resolve_model(str(folder)).headers
+
+
+def test_an_index_that_does_not_say_where_tensors_lie_is_refused(tmp_path):
+    folder = tiny_stock_model("mamba2", tmp_path, max_shard_size="60KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    files = list(index["weight_map"].values())
+    name, shard = next((name, file) for name, file in index["weight_map"].items() if files.count(file) > 1)
+    other = next(file for file in index["weight_map"].values() if file != shard)
+    for wrong, words in (({name: other}, f"{name} is in {other}, but it is in {shard}"), ({}, f"{name} is in no file")):
+        rest = {tensor: file for tensor, file in index["weight_map"].items() if tensor != name}
+        path.write_text(json.dumps({**index, "weight_map": rest | wrong}))
+        with pytest.raises(ModelError, match=re.escape(words)):
+            assert resolve_model(str(folder)).headers
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    """transformers makes an empty one, and every text would be its end alone."""
+    folder = tiny_stock_model("qwen3_next", tmp_path)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(resolve_model(str(folder)))

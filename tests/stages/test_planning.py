@@ -304,7 +304,7 @@ def test_a_tensor_that_the_family_declares_must_be_there(qwen_9b, tmp_path):
     with pytest.raises(FamilyError, match=r"layers\.3\.linear_attn"):
         plan_ratio(resolve_model(str(tmp_path)), ratio="0.5")
     (tmp_path / "config.json").write_text(json.dumps({**QWEN_9B, "linear_key_head_dim": 256}))
-    with pytest.raises(FamilyError, match="heads of 256"):
+    with pytest.raises(ModelError, match="groups of 256"):
         plan_ratio(resolve_model(str(tmp_path)), ratio="0.5")
 
 
