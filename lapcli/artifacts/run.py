@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -112,4 +112,14 @@ class RunDirectory:
             handle.truncate(0)
             handle.write(str(os.getpid()))
             handle.flush()
-            yield
+            try:
+                yield
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        """Remove a directory in which nothing was left, so that a command that was refused leaves no trace."""
+        if [file.name for file in self.path.iterdir()] == [".lock"]:
+            with suppress(OSError):
+                (self.path / ".lock").unlink()
+                self.path.rmdir()

@@ -77,7 +77,7 @@ def _refuse_partial(source: ModelSource, loaded: Mapping[str, Any]) -> None:
         raise ModelError(f"{source.name} has a tensor {name}, which its config.json does not imply", hint)
 
 
-def _packaged_class(source: ModelSource, trust_remote_code: bool) -> Any:
+def packaged_class(source: ModelSource, trust_remote_code: bool) -> Any:
     """Lapcli's class for a slice that stock classes cannot load, if the code beside the slice is this very one.
 
     Raises:
@@ -98,7 +98,7 @@ def _packaged_class(source: ModelSource, trust_remote_code: bool) -> Any:
     return None
 
 
-def _library_class(source: ModelSource) -> Any:
+def library_class(source: ModelSource) -> Any:
     """The `Auto` class that finds a model; some models with a vision tower have no text model of their own.
 
     Where another package has put its own class in the place of transformers', it is transformers' class itself: fla
@@ -117,7 +117,7 @@ def _library_class(source: ModelSource) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _runs_its_code(source: ModelSource) -> bool:
+def runs_its_code(source: ModelSource) -> bool:
     """Whether a model comes as code of its own where that is allowed.
 
     One that transformers knows does not: adapters are written for the stock classes. A slice does whose code is not the
@@ -130,7 +130,8 @@ def _runs_its_code(source: ModelSource) -> bool:
     return sliced or source.config.get("model_type") not in CONFIG_MAPPING
 
 
-def _own_class(model_type: str | None) -> Any:
+def own_class(model_type: str | None) -> Any:
+    """Lapcli's own class of a model type that stock libraries cannot run anywhere, or `None`."""
     if model_type == "gated_deltanet":
         from lapcli.models import GatedDeltaNetForCausalLM
 
@@ -216,8 +217,8 @@ def load_model(
 
     refuse_quantised(source.config, source.name)
     assert source.headers  # raises where there are no safetensors, damaged ones, or others than the config implies
-    own = _own_class(source.config.get("model_type"))
-    packaged = _packaged_class(source, trust_remote_code)
+    own = own_class(source.config.get("model_type"))
+    packaged = packaged_class(source, trust_remote_code)
     if needs_fla(source.config):
         refuse_where_fla_cannot_run(source.config, torch.device(device).type)
         register_fla(source.config)
@@ -232,8 +233,8 @@ def load_model(
             if own is not None or packaged is not None:
                 found = (own or packaged).from_pretrained(source.path, **options)
             else:
-                trusted = trust_remote_code and _runs_its_code(source)
-                found = _library_class(source).from_pretrained(source.path, trust_remote_code=trusted, **options)
+                trusted = trust_remote_code and runs_its_code(source)
+                found = library_class(source).from_pretrained(source.path, trust_remote_code=trusted, **options)
     except (ValueError, KeyError, TypeError, ImportError, OSError, RuntimeError) as error:
         model_type = source.config.get("model_type")
         if own is None and model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
@@ -264,9 +265,9 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> "
 
     source.check_tokenizer()
     unknown = (
-        _own_class(source.config.get("model_type")) is not None
+        own_class(source.config.get("model_type")) is not None
         or needs_fla(source.config)
-        or _packaged_class(source, trust_remote_code) is not None
+        or packaged_class(source, trust_remote_code) is not None
     )
     own = (source.path / "tokenizer.json").is_file() and unknown
     try:

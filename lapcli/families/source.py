@@ -15,7 +15,8 @@ from lapcli.families.registry import find_family
 
 DEMO_PREFIX = "demo:"
 DEFAULT_MODEL = "demo:gdn"
-_INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
+"""Says in which file of a sharded checkpoint each tensor lies."""
 _SINGLE = "model.safetensors"
 _TOKENIZER = (
     "tokenizer*.json",
@@ -32,6 +33,8 @@ _TOKENIZER = (
 """Files that make a tokenizer, as transformers names them."""
 _VOCABULARY = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tokenization_*.py")
 """Those of them without one of which there is none."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_OF_THE_MODEL = {"config.json", "README.md", "lapcli.json", "training_log.json"}
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
@@ -54,7 +57,7 @@ class ModelSource:
     @cached_property
     def index(self) -> dict[str, Any] | None:
         """The parsed weight index of a sharded checkpoint; `None` for a single file."""
-        path = self.path / _INDEX
+        path = self.path / INDEX_FILE
         return _read_json(path) if path.is_file() else None
 
     @property
@@ -68,7 +71,7 @@ class ModelSource:
             shard_of = self.index.get("weight_map")
             if not isinstance(shard_of, dict) or not all(isinstance(name, str) for name in shard_of.values()):
                 raise ModelError(
-                    f"{self.path / _INDEX} has no weight_map from tensor to file", "download the model again"
+                    f"{self.path / INDEX_FILE} has no weight_map from tensor to file", "download the model again"
                 )
             names = sorted(set(shard_of.values()))
             missing = [name for name in names if not (self.path / name).is_file()]
@@ -85,7 +88,7 @@ class ModelSource:
                 f"{self.path} holds only pickled weights ({pickled[0]}); lapcli reads safetensors only",
                 "convert them: load the model with transformers and call save_pretrained(DIR)",
             )
-        raise ModelError(f"{self.path} holds no model.safetensors and no {_INDEX}")
+        raise ModelError(f"{self.path} holds no model.safetensors and no {INDEX_FILE}")
 
     @cached_property
     def headers(self) -> tuple[SafetensorsHeader, ...]:
@@ -112,7 +115,7 @@ class ModelSource:
         for name in sorted(named.keys() | found.keys()):
             if named.get(name) != found.get(name):
                 raise ModelError(
-                    f"{self.path / _INDEX} says that {name} is in {named.get(name, 'no file')}, "
+                    f"{self.path / INDEX_FILE} says that {name} is in {named.get(name, 'no file')}, "
                     f"but it is in {found.get(name, 'none of its files')}",
                     "download the model again",
                 )
@@ -166,6 +169,24 @@ class ModelSource:
     def describe(self) -> dict[str, Any]:
         """Name, revision and digest, as artifacts record their base model."""
         return {"name": self.name, "revision": self.revision, "digest": self.digest}
+
+
+def companions(source: ModelSource) -> list[str]:
+    """What goes along with other weights of a model: tokenizer, generation settings, licence and code, by their names.
+
+    Config, card, training record and lapcli's lineage are the model's own and stay behind. So does what belongs to
+    weights in other forms: indices of files that are not copied, Mistral's `consolidated` ones.
+    """
+    files = [*source.path.iterdir(), *source.path.glob("additional_chat_templates/*")]
+    return sorted(
+        file.relative_to(source.path).as_posix()
+        for file in files
+        if file.is_file()
+        and file.suffix not in _WEIGHTS
+        and file.name not in _OF_THE_MODEL
+        and not file.name.startswith((".", "consolidated"))
+        and not file.name.endswith(".index.json")
+    )
 
 
 def demo_models() -> dict[str, Path]:

@@ -81,14 +81,14 @@ def _warnings(bounds: RankBounds, request: Request) -> list[str]:
     if low:
         ranks = ", ".join(f"head {head}: {rank}" for head, rank in low)
         warnings.append(
-            f"numerical rank below the kept width {request.kept_width} ({ranks}); the "
+            f"layer {request.layer}: numerical rank below the kept width {request.kept_width} ({ranks}); the "
             "best-conditioned channels are kept, the rest filled in by largest residual"
         )
     broken = [head for head, holds in enumerate(bounds.holds) if not holds]
     if broken:
         worst = max(float(bounds.rho[head]) for head in broken)
         warnings.append(
-            f"heads {', '.join(map(str, broken))} miss the bounds of the strong "
+            f"layer {request.layer}: heads {', '.join(map(str, broken))} miss the bounds of the strong "
             f"rank-revealing QR (rho {worst:.4g}, f {request.f:g}): their activations are conditioned worse than "
             "fp64 sums resolve"
         )

@@ -161,7 +161,7 @@ def select(
                 tensors |= {f"layers.{index}.{name}": value for name, value in selection.bounds._asdict().items()}
             rows.append(_layer_record(index, selection))
             for warning in selection.warnings:
-                reporter.warn(f"layer {index}: {warning}")
+                reporter.warn(warning)
             task.advance(1)
     record = {"budget": str(budget.width), "layers": rows}
     return write_artifact(output, replace(lineage, record=record), tensors), True

@@ -30,7 +30,7 @@ from lapcli.errors import ArtifactError, FamilyError, LapcliError, ModelError
 from lapcli.families.base import ModelCode, StatefulLayer
 from lapcli.families.packed import text_part, with_text_part
 from lapcli.families.registry import family_for
-from lapcli.families.source import ModelSource, refuse_quantised, resolve_model
+from lapcli.families.source import ModelSource, companions, refuse_quantised, resolve_model
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.cutting import Cutting, Mtp, cutting
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage, slicing_lineage
@@ -38,7 +38,6 @@ from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage, sl
 _COPY_BLOCK = 16 << 20
 _MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 """What configs call the number of layers of an MTP head: Qwen's own, DeepSeek's and transformers' names."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 _DIGEST = "digest"
 """Where a slice's record has the digest of its own config, index and weights."""
@@ -188,24 +187,6 @@ def _write_index(source: ModelSource, work: _Work, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _companions(source: ModelSource) -> list[str]:
-    """Tokenizer, generation settings, licence and code; the base's own card and training record stay behind.
-
-    So does what belongs to weights in other forms: indices of files that are not copied, Mistral's `consolidated` ones.
-    """
-    skipped = {"config.json", "README.md", LINEAGE_FILE, "training_log.json"}
-    files = [*source.path.iterdir(), *source.path.glob("additional_chat_templates/*")]
-    return sorted(
-        file.relative_to(source.path).as_posix()
-        for file in files
-        if file.is_file()
-        and file.suffix not in _WEIGHTS
-        and file.name not in skipped
-        and not file.name.startswith((".", "consolidated"))
-        and not file.name.endswith(".index.json")
-    )
-
-
 def _card(source: ModelSource, plan: SlicePlan, settings: Mapping[str, Any]) -> str:
     layer = plan.layers[0]
     return (
@@ -294,7 +275,7 @@ def slice_model(
             _write_shard(header, work, folder / header.path.name, task.advance)
         _write_index(source, work, folder)
         (folder / "config.json").write_text(json.dumps(work.config, indent=2, ensure_ascii=False) + "\n")
-        for name in _companions(source):
+        for name in companions(source):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source.path / name, folder / name)
         # After those: a slice that is sliced again gets today's code.
@@ -356,7 +337,7 @@ def _what_is_wrong(source: ModelSource, selection: Artifact, output: Path, linea
     if work.code is not None and work.code.missing(output):
         return f"has other code than this lapcli writes ({work.code.missing(output)[0]})"
     of_code = {} if work.code is None else work.code.files()
-    for name in _companions(source):
+    for name in companions(source):
         file = output / name
         if not file.is_file():
             return f"lacks {name}"

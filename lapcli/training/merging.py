@@ -19,16 +19,14 @@ from torch import Tensor
 from lapcli.artifacts import Lineage, TensorEntry, atomic_directory, digest_file, write_document
 from lapcli.errors import ArtifactError, FamilyError
 from lapcli.families.fla_library import needs_fla, register_fla
-from lapcli.families.loading import _library_class, _own_class, _packaged_class
+from lapcli.families.loading import library_class, own_class, packaged_class, runs_its_code
 from lapcli.families.registry import family_for
-from lapcli.families.source import ModelSource, refuse_quantised
+from lapcli.families.source import INDEX_FILE, ModelSource, companions, refuse_quantised
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.lineage import LINEAGE_FILE, sliced_lineage
 from lapcli.training.adapters import FULL_FILE, LORA_FILE, read_adapter
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_LEFT_BEHIND = {"README.md", LINEAGE_FILE, "training_log.json"}
 """What tells how the model came to be, which is no longer the whole story."""
 
 
@@ -129,7 +127,9 @@ def merge(
                             file.write(after)
                             changed.append(entry.name)
             task.advance(header.path.stat().st_size)
-        for name in _companions(source):
+        index = [] if source.index is None else [INDEX_FILE]
+        for name in (*companions(source), "config.json", *index):
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source.path / name, folder / name)
         (folder / "README.md").write_text(_card(source, len(changed)) if card is None else card)
         write_document(folder / LINEAGE_FILE, recovery_lineage(source, adapter, lineage))
@@ -268,18 +268,17 @@ def _without_weights(source: ModelSource, trust_remote_code: bool) -> Any:
     """The model as `load_model` makes it, of tensors without contents."""
     if needs_fla(source.config):
         register_fla(source.config)
-    own = _own_class(source.config.get("model_type")) or _packaged_class(source, trust_remote_code)
+    own = own_class(source.config.get("model_type")) or packaged_class(source, trust_remote_code)
+    trusted = trust_remote_code and runs_its_code(source)
     with torch.device("meta"):
         if own is not None:
             return own(own.config_class.from_pretrained(source.path))
         from transformers import AutoConfig
 
-        library = _library_class(source)
-        config: Any = AutoConfig.from_pretrained(
-            source.path, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        library = library_class(source)
         if not hasattr(library, "from_config"):
-            return library(config)
+            return library(library.config_class.from_pretrained(source.path))
+        config: Any = AutoConfig.from_pretrained(source.path, trust_remote_code=trusted, local_files_only=True)
         if type(config) in library._model_mapping:
             made: Any = library._model_mapping[type(config)]
             made = made[0] if isinstance(made, list | tuple) else made
@@ -287,7 +286,7 @@ def _without_weights(source: ModelSource, trust_remote_code: bool) -> Any:
             if made.config_class == getattr(config, "sub_configs", {}).get("text_config"):
                 config = config.get_text_config()
             return made(config)
-        return library.from_config(config, trust_remote_code=trust_remote_code)
+        return library.from_config(config, trust_remote_code=trusted)
 
 
 @dataclass(frozen=True)
@@ -348,15 +347,6 @@ def _check_place(source: ModelSource, adapter: Path, output: Path, overwrite: bo
             raise ArtifactError(f"{output} holds {needed}, which is needed here", "pass --output DIR")
     if overwrite and output.exists() and not (output / LINEAGE_FILE).is_file():
         raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
-
-
-def _companions(source: ModelSource) -> list[str]:
-    """Config, index, tokenizer, code and licence, all as they are."""
-    return sorted(
-        file.name
-        for file in source.path.iterdir()
-        if file.is_file() and file.suffix not in _WEIGHTS and file.name not in _LEFT_BEHIND and file.name[0] != "."
-    )
 
 
 def _digest(adapter: Path) -> str:

@@ -190,3 +190,13 @@ def test_headers_are_read_without_torch():
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_refused_command_leaves_no_directory(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(ValueError, match="refused"), run.lock():
+        raise ValueError("refused")
+    assert not run.path.exists()
+    with run.lock():
+        run.evaluation.write_text("{}")
+    assert run.evaluation.is_file()
