@@ -58,13 +58,14 @@ def run(
 
     from lapcli.data import check_source, parse_mixture
     from lapcli.machine import Machine
+    from lapcli.reporting import SilentReporter
     from lapcli.stages.calibration import assist, calibrate, check_calibration
 
     reporter = display.DisplayReporter(quiet or as_json)
     source.check_tokenizer()
     for part in parse_mixture(settings.data):
         check_source(part.name)
-    layers = check_calibration(source, settings, reporter)
+    layers = check_calibration(source, settings, SilentReporter())
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     machine.check(source.config, layers, needs_gradient=grad)
     if dry_run:

@@ -81,7 +81,7 @@ def plan_evaluation(
     Raises:
         LapcliError: as `evaluate`.
     """
-    from lapcli.families.loading import load_tokenizer
+    from lapcli.families.loading import load_tokenizer, packaged_class
 
     labels = [label for label, _ in models]
     if not labels or len(set(labels)) < len(labels):
@@ -107,6 +107,7 @@ def plan_evaluation(
     _check_names(plan.to_measure())
     for label, source in models:
         assert source.headers  # raises where the weights are damaged or do not fit the config
+        packaged_class(source, trust_remote_code)  # raises where code that must not run would be needed
         if any(info.kind == "niah" for info in plan.missing(label)):
             limit = _position_limit(source.config)
             beyond = [str(length) for length in settings.niah_lengths if limit is not None and length > limit]

@@ -89,7 +89,8 @@ def packaged_class(source: ModelSource, trust_remote_code: bool) -> Any:
         return None
     other = code.missing(source.path)
     if not other:
-        return getattr(import_module(f"lapcli.families.remote.{code.module}"), code.model)
+        with _quietly():
+            return getattr(import_module(f"lapcli.families.remote.{code.module}"), code.model)
     if not trust_remote_code:
         raise ModelError(
             f"{source.name} needs {other[0]}, and does not have it as this lapcli writes it",

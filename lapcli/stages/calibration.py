@@ -286,7 +286,8 @@ def check_calibration(
     text = text_part(source.config)
     without = text.get("num_hidden_layers", len(layers)) - len(layers)
     if without:
-        reporter.notice(f"{without} layers of {source.name} keep no state and are skipped")
+        layers_are = "layer keeps no state and is" if without == 1 else "layers keep no state and are"
+        reporter.notice(f"{source.name}: {without} {layers_are} skipped")
     widest = max(layer.key_width for layer in layers)
     tokens = settings.samples * settings.seq_len
     counted = settings.rows or tokens

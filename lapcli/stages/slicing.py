@@ -187,8 +187,12 @@ def _write_index(source: ModelSource, work: _Work, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _card(source: ModelSource, plan: SlicePlan, settings: Mapping[str, Any]) -> str:
+def _card(source: ModelSource, plan: SlicePlan, settings: Mapping[str, Any], code: bool) -> str:
     layer = plan.layers[0]
+    needs = (
+        "Load model and tokenizer with `trust_remote_code=True`: the Python files here are lapcli's, since the "
+        "library's own config cannot say these widths.\n\n"
+    )
     return (
         f"# {source.name}, state cut from {layer.key_width} to {plan.kept_width} key channels a head\n\n"
         f"Made by lapcli from `{source.name}`"
@@ -199,7 +203,8 @@ def _card(source: ModelSource, plan: SlicePlan, settings: Mapping[str, Any]) -> 
         f"| key width | {layer.key_width} | {plan.kept_width} |\n"
         f"| state of one sequence, fp32 bytes | {plan.state_bytes_before} | {plan.state_bytes_after} |\n"
         f"| weights, bytes | {plan.bytes_before} | {plan.bytes_after} |\n\n"
-        f"`{LINEAGE_FILE}` holds the settings and digests of what it was made from. The base's licence holds.\n"
+        + (needs if code else "")
+        + f"`{LINEAGE_FILE}` holds the settings and digests of what it was made from. The base's licence holds.\n"
     )
 
 
@@ -281,7 +286,7 @@ def slice_model(
         # After those: a slice that is sliced again gets today's code.
         for name, packaged in ({} if work.code is None else work.code.files()).items():
             shutil.copyfile(packaged, folder / name)
-        (folder / "README.md").write_text(_card(source, plan, selection.lineage.settings))
+        (folder / "README.md").write_text(_card(source, plan, selection.lineage.settings, work.code is not None))
         lineage = slicing_lineage(source, selection, artifact_digest(selection))
         record = {_DIGEST: resolve_model(str(folder)).digest}
         write_document(folder / LINEAGE_FILE, replace(lineage, record=record))
@@ -337,11 +342,11 @@ def _what_is_wrong(source: ModelSource, selection: Artifact, output: Path, linea
     if work.code is not None and work.code.missing(output):
         return f"has other code than this lapcli writes ({work.code.missing(output)[0]})"
     of_code = {} if work.code is None else work.code.files()
-    for name in companions(source):
+    for name in (*companions(source), "README.md"):
         file = output / name
         if not file.is_file():
             return f"lacks {name}"
-        if name not in of_code and not filecmp.cmp(source.path / name, file, shallow=False):
+        if name not in of_code and name != "README.md" and not filecmp.cmp(source.path / name, file, shallow=False):
             return f"has another {name} than {source.name}"
     return None
 
