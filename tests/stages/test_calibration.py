@@ -341,7 +341,7 @@ def test_softmax_layers_are_skipped_with_a_word(settings, tmp_path):
     reporter = SilentReporter()
     layers = module.check_calibration(source, settings, reporter)
     assert [layer.index for layer in layers] == [0]
-    assert "1 layers of" in reporter.notices[0]
+    assert "1 layer keeps no state and is skipped" in reporter.notices[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
