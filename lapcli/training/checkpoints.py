@@ -1,0 +1,248 @@
+"""What training needs to go on, bit for bit, in folders `step-N` that are whole or not there.
+
+A folder holds `state.safetensors` (trained parameters and moments of the optimiser in fp32, states of generators of
+random numbers) and `state.json` (step, schedule, data position, settings, lineage). The tensors carry their digest and
+the same document once more, so that a damaged half is told from a whole one. Nothing is pickled.
+
+Writing relies on one process at a time being at work in a folder (`RunDirectory.lock`).
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from lapcli.artifacts import Lineage, atomic_directory, read_artifact, read_document, write_artifact, write_document
+from lapcli.errors import ArtifactError
+from lapcli.reporting import Reporter, SilentReporter
+from lapcli.stages.lineage import refuse_stale
+from lapcli.training.adapters import trained_parameters, trained_state
+
+STATE_FILE = "state.json"
+TENSORS_FILE = "state.safetensors"
+KIND = "checkpoint"
+
+_NAME = re.compile(r"step-(\d+)")
+_MEND = "go on with the settings that it was made with, or train in another folder with --run DIR"
+_DAMAGE = (ArtifactError, SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError)
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The state of training after a step.
+
+    Attributes:
+        path: its folder.
+        step: how many steps were done.
+        good: whether the model was found sound at that step.
+        state: JSON-able: schedule, data position and whatever else the engine keeps.
+        tensors: on the CPU, as `training_tensors` names them.
+    """
+
+    path: Path
+    step: int
+    good: bool
+    state: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+class Checkpoints:
+    """The checkpoints of one training.
+
+    Args:
+        folder: where they lie; made when the first is saved.
+        lineage: model, teacher and settings of the training; its record is not read.
+        keep: how many of the newest remain when one is saved, that one included; the newest good one always does.
+        reporter: hears of damaged ones.
+    """
+
+    def __init__(self, folder: Path, lineage: Lineage, *, keep: int = 2, reporter: Reporter | None = None):
+        if keep < 1:
+            raise ValueError(f"keep should be at least 1, not {keep}")
+        self.folder, self._keep = folder, keep
+        self._lineage = replace(lineage, kind=KIND, record={})
+        self._reporter = reporter or SilentReporter()
+        self._damaged: set[Path] = set()
+
+    def newest(self, *, good: bool = False) -> Checkpoint | None:
+        """The newest whole checkpoint.
+
+        Args:
+            good: whether only those count that were found sound.
+
+        Returns:
+            `None` where there is none at all.
+
+        Raises:
+            ArtifactError: it is of a training with other settings, models or parents, which the message names; or there
+                are checkpoints, but not one is whole.
+        """
+        found = self._found()
+        for path in reversed(found):
+            try:
+                lineage = read_document(path / STATE_FILE, KIND)
+                step, sound, state = (lineage.record[name] for name in ("step", "good", "state"))
+            except _DAMAGE as error:
+                self._skip(path, error)
+                continue
+            refuse_stale(self._lineage, lineage, path, _MEND)
+            if good and not sound:
+                continue
+            try:
+                artifact = read_artifact(path / TENSORS_FILE, KIND)
+                if artifact.lineage != lineage or step != _step(path):
+                    raise ArtifactError(f"{STATE_FILE} and {TENSORS_FILE} do not belong together")
+                tensors = artifact.tensors()
+            except _DAMAGE as error:
+                self._skip(path, error)
+                continue
+            return Checkpoint(path, step, sound, state, tensors)
+        if found and self._damaged.issuperset(found):
+            raise ArtifactError(
+                f"none of the {len(found)} checkpoints in {self.folder} is whole: {', '.join(p.name for p in found)}",
+                "put them back from a copy, or remove that folder to begin anew",
+            )
+        return None
+
+    def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, good: bool) -> Path:
+        """Write a checkpoint, and only when it is whole remove those that it makes superfluous.
+
+        What remains: the new one, the `keep - 1` whole ones before it, and the newest good one.
+
+        Args:
+            step: how many steps were done.
+            state: JSON-able.
+            tensors: of `training_tensors`.
+            good: whether the model was found sound at this step.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            ArtifactError: it cannot be written; those that were there before remain.
+        """
+        path = self.folder / f"step-{step}"
+        lineage = replace(self._lineage, record={"step": step, "good": good, "state": dict(state)})
+        with atomic_directory(path, replace=True) as made:
+            write_artifact(made / TENSORS_FILE, lineage, tensors)
+            write_document(made / STATE_FILE, lineage)
+        self._damaged.discard(path)
+        self._prune(path)
+        return path
+
+    def _found(self) -> list[Path]:
+        """The folders of checkpoints, in the order of their steps."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=_step)
+
+    def _skip(self, path: Path, error: BaseException) -> None:
+        if path not in self._damaged:
+            said = error.message if isinstance(error, ArtifactError) else f"{type(error).__name__}: {error}"
+            self._reporter.notice(f"the checkpoint {path} is damaged and is passed over: {said}")
+        self._damaged.add(path)
+
+    def _prune(self, new: Path) -> None:
+        # What is later than the new one was passed over when training went on from before it.
+        whole = [path for path in self._found() if _step(path) <= _step(new) and path not in self._damaged]
+        kept = set(whole[-self._keep :])
+        kept.update([path for path in whole if self._is_good(path)][-1:])
+        for path in self._found():
+            if path not in kept:
+                # A folder that loses its files one by one would look damaged.
+                os.replace(path, path.with_name(f".{path.name}.removed"))
+        # Also what processes left that were killed while they wrote.
+        for path in self.folder.glob(".step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _is_good(self, path: Path) -> bool:
+        try:
+            return bool(read_document(path / STATE_FILE, KIND).record["good"])
+        except _DAMAGE:
+            return False
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
+    """Copies of all that a step changes, on the CPU.
+
+    Args:
+        model: with adapters.
+        optimizer: of its trained parameters.
+        device: where the model computes, for its generator of random numbers.
+
+    Returns:
+        `parameter/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `step/NAME` in fp32, `rng/cpu` and `rng/cuda` as bytes.
+    """
+    found = {f"parameter/{name}": value for name, value in trained_state(model).items()}
+    for name, parameter in trained_parameters(model).items():
+        for part, value in optimizer.state.get(parameter, {}).items():
+            found[f"{part}/{name}"] = value.detach().to("cpu", torch.float32, copy=True)
+    found["rng/cpu"] = torch.get_rng_state()
+    if device.type == "cuda":
+        found["rng/cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def restore_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put the trained parameters of a checkpoint back, in place.
+
+    Raises:
+        ArtifactError: the model trains others.
+    """
+    saved = _part("parameter", tensors)
+    found = trained_parameters(model)
+    shapes = {name: tuple(value.shape) for name, value in saved.items()}
+    wanted = {name: tuple(value.shape) for name, value in found.items()}
+    if shapes != wanted:
+        name = min(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+        raise ArtifactError(
+            f"the checkpoint does not fit what is trained: {name} has the shape {shapes.get(name)} in it, and "
+            f"{wanted.get(name)} in the model",
+            _MEND,
+        )
+    with torch.no_grad():
+        for name, parameter in found.items():
+            parameter.copy_(saved[name])
+
+
+def restore_training(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, tensors: Mapping[str, Tensor]
+) -> None:
+    """Put everything back that `training_tensors` took.
+
+    Args:
+        model: with adapters.
+        optimizer: one group of its trained parameters, in the order of `trained_parameters`.
+        device: where the model computes.
+        tensors: of the checkpoint.
+
+    Raises:
+        ArtifactError: the model trains other parameters.
+    """
+    restore_parameters(model, tensors)
+    moments = {part: _part(part, tensors) for part in ("step", "exp_avg", "exp_avg_sq")}
+    state = {
+        number: {part: values[name].clone() for part, values in moments.items()}
+        for number, name in enumerate(trained_parameters(model))
+        if name in moments["step"]
+    }
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    torch.set_rng_state(tensors["rng/cpu"])
+    if device.type == "cuda" and "rng/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng/cuda"], device)
+
+
+def _part(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
