@@ -220,7 +220,18 @@ def test_a_process_that_is_asked_to_end_saves_first(own, tmp_path):
     assert checkpoints_in(tmp_path / "run")[-1] == "step-7"
 
 
+@pytest.fixture
+def pythons_own_handlers():
+    """Signals as a fresh process handles them: a command that ran in this one before leaves its own handlers."""
+    fresh = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in fresh.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.usefixtures("pythons_own_handlers")
 def test_a_signal_lets_the_step_end_and_saves(own, number, tmp_path):
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     unbroken = Bench(own)
@@ -240,6 +251,7 @@ def test_a_signal_lets_the_step_end_and_saves(own, number, tmp_path):
     assert curve(tmp_path / "run") == curve(tmp_path / "unbroken")
 
 
+@pytest.mark.usefixtures("pythons_own_handlers")
 def test_a_second_signal_does_not_wait(own, tmp_path):
     bench = Bench(own)
 
