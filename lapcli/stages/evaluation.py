@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lapcli.artifacts import RunDirectory
+from lapcli.errors import ArtifactError
 from lapcli.evaluation.results import Evaluation
 from lapcli.evaluation.run import EvaluationPlan, evaluate, plan_evaluation, read_local_data
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
@@ -94,7 +95,8 @@ def evaluate_into(
     Raises:
         LapcliError: see `lapcli.evaluation.run.evaluate`.
     """
-    beside = earlier = None if overwrite else read_evaluation(output)
+    beside = _there(output, overwrite, reporter)
+    earlier = None if overwrite else beside
     worked = False
 
     def keep(found: Evaluation) -> None:
@@ -120,3 +122,14 @@ def evaluate_into(
         reporter=reporter,
     )
     return evaluation, worked
+
+
+def _there(output: Path, overwrite: bool, reporter: Reporter) -> Evaluation | None:
+    """The evaluation that is there; a damaged one gives way when told, and a copy of it stays."""
+    try:
+        return read_evaluation(output)
+    except ArtifactError:
+        if not overwrite:
+            raise
+        set_aside(output, reporter)
+        return None

@@ -97,6 +97,16 @@ def test_other_tasks_and_lengths_stay_beside_new_ones(measure, tmp_path):
     assert not (tmp_path / "evaluation.previous.json").exists()
 
 
+def test_measuring_again_leaves_other_tasks_where_they_are(measure, tmp_path):
+    measure("builtin")
+    measure("niah")
+    _found, worked = measure("niah", overwrite=True)
+    assert worked
+    stored = read_evaluation(tmp_path / "evaluation.json")
+    assert stored is not None
+    assert [row.task for row in stored.rows()] == ["builtin", "builtin", "niah"]
+
+
 def test_an_evaluation_that_was_stopped_goes_on(measure, monkeypatch, tmp_path):
     from lapcli.evaluation import run
 
@@ -158,6 +168,10 @@ def test_a_damaged_evaluation_is_named_and_stands_in_no_ones_way(measure, tmp_pa
     output.write_text('{"kind": "evaluation", ')
     with pytest.raises(ArtifactError, match=r"evaluation\.json is no JSON"):
         measure("builtin", models=[("base", 0)])
+    measure("builtin", models=[("base", 0)], overwrite=True)
+    assert (tmp_path / "evaluation.previous.json").read_text() == '{"kind": "evaluation", '
+    assert read_evaluation(output) is not None
+    output.write_text('{"kind": "evaluation", ')
     forget_stale(output, "sliced", "a digest", SilentReporter())
     assert not output.exists()
     assert (tmp_path / "evaluation.previous.json").exists()
