@@ -7,7 +7,7 @@ import lzma
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from lapcli.artifacts.digest import digest_document, digest_file
 from lapcli.data.documents import Document
@@ -49,11 +49,11 @@ def read_path(path: Path, text_field: str | None = None) -> Iterator[Document]:
     """
     if path.is_dir():
         yield from _read_folder(path, text_field)
-    elif _kind(path) in _TEXT:
+    elif kind_of(path) in _TEXT:
         yield from _read_text(path)
-    elif _kind(path) in _LINES:
+    elif kind_of(path) in _LINES:
         yield from _read_lines(path, text_field)
-    elif _kind(path) in _TABLES:
+    elif kind_of(path) in _TABLES:
         yield from _read_table(path, text_field)
     else:
         raise DataError(
@@ -71,7 +71,7 @@ def digest_path(path: Path) -> str:
     Raises:
         DataError: a file cannot be read.
     """
-    files = _files_in(path) if path.is_dir() else [path]
+    files = files_in(path) if path.is_dir() else [path]
     try:
         facts = {file: file.stat() for file in files}
         whole = sum(fact.st_size for fact in facts.values()) <= DIGESTED_UP_TO
@@ -119,7 +119,8 @@ def text_of(record: object, text_field: str | None, where: str) -> str:
     return fields[name]
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """The suffix that says what a file is, whatever it is compressed with."""
     stem = path.name.lower()
     for suffix in _OPENERS:
         stem = stem.removesuffix(suffix)
@@ -134,13 +135,40 @@ def _open(path: Path) -> BinaryIO:
         raise DataError(f"{path} cannot be opened: {error.strerror or error}.") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines, decoded one by one so that an error can name its line."""
+class Line(NamedTuple):
+    """A line of a text file.
+
+    Attributes:
+        number: from 1.
+        text: with its end.
+        end: offset of the byte after it, in the text as it is when it is not compressed.
+    """
+
+    number: int
+    text: str
+    end: int
+
+
+def lines_of(path: Path, *, after: int = 0, offset: int = 0) -> Iterator[Line]:
+    """Lines, decoded one by one so that an error can name its line.
+
+    Args:
+        path: the file, maybe compressed.
+        after: how many lines come before the first that is wanted.
+        offset: where they end.
+
+    Raises:
+        DataError: a line is not UTF-8, or the file is damaged.
+    """
     with _open(path) as file:
-        number = 0
+        number = after
         try:
-            for number, line in enumerate(file, start=1):
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if offset:  # pipes cannot seek
+                file.seek(offset)
+            for line in file:
+                number += 1
+                offset += len(line)
+                yield Line(number, line.decode("utf-8-sig" if number == 1 else "utf-8"), offset)
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path}, line {number} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}.",
@@ -150,19 +178,19 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             raise DataError(f"{path} is damaged or truncated after line {number}: {error}.") from error
 
 
-def _files_in(folder: Path) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
     """The files of known kinds, but hidden ones, in the order of their names."""
     return sorted(
         file
         for file in folder.rglob("*")
         if file.is_file()
-        and _kind(file) in KNOWN_SUFFIXES
+        and kind_of(file) in KNOWN_SUFFIXES
         and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
 
 
 def _read_folder(path: Path, text_field: str | None) -> Iterator[Document]:
-    files = _files_in(path)
+    files = files_in(path)
     if not files:
         there = sorted(entry.name for entry in path.iterdir())[:5]
         raise DataError(
@@ -175,9 +203,9 @@ def _read_folder(path: Path, text_field: str | None) -> Iterator[Document]:
 def _read_text(path: Path) -> Iterator[Document]:
     piece: list[str] = []
     size = count = 0
-    for _, line in _lines(path):
-        piece.append(line)
-        size += len(line)
+    for line in lines_of(path):
+        piece.append(line.text)
+        size += len(line.text)
         if size >= PIECE_CHARACTERS:
             count += 1
             yield Document(f"{path}:{count}", "".join(piece))
@@ -188,7 +216,7 @@ def _read_text(path: Path) -> Iterator[Document]:
 
 
 def _read_lines(path: Path, text_field: str | None) -> Iterator[Document]:
-    for number, line in _lines(path):
+    for number, line, _end in lines_of(path):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

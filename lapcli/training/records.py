@@ -7,7 +7,6 @@ read again), what `datasets` keeps of a stream (which reads the shard at hand ag
 """
 
 import json
-import lzma
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,10 @@ from lapcli.data.files import (
     KNOWN_SUFFIXES,
     PIECE_CHARACTERS,
     TEXT_FIELDS,
-    _kind,
-    _open,
+    Line,
+    files_in,
+    kind_of,
+    lines_of,
     read_path,
     text_of,
 )
@@ -178,7 +179,7 @@ class FileRecords:
                 yield record._replace(after={"file": index, **record.after})
 
     def _read_file(self, file: Path, place: Place) -> Iterator[Record]:
-        kind = _kind(file)
+        kind = kind_of(file)
         if kind == ".parquet":
             return _read_table(file, place, self._text_field)
         if kind in (".jsonl", ".ndjson"):
@@ -249,40 +250,13 @@ class HubRecords:
 
 def _files_of(path: Path) -> list[Path]:
     """The files that `read_path` would read, in the order of their names."""
-    if not path.is_dir():
-        return [path] if _kind(path) in KNOWN_SUFFIXES else []
-    return sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file()
-        and _kind(file) in KNOWN_SUFFIXES
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    if path.is_dir():
+        return files_in(path)
+    return [path] if kind_of(path) in KNOWN_SUFFIXES else []
 
 
-class _Line(NamedTuple):
-    number: int
-    text: str
-    end: int
-
-
-def _lines_from(path: Path, place: Place) -> Iterator[_Line]:
-    """Lines from a byte offset on, each with the offset of its end."""
-    with _open(path) as file:
-        number, offset = place.get("line", 0), place.get("offset", 0)
-        try:
-            file.seek(offset)
-            for line in file:
-                number += 1
-                offset += len(line)
-                yield _Line(number, line.decode("utf-8-sig" if number == 1 else "utf-8"), offset)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}, line {number} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}.",
-                "Convert the file first, for example: iconv -f latin1 -t utf-8.",
-            ) from error
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            raise DataError(f"{path} is damaged or truncated after line {number}: {error}.") from error
+def _lines_from(path: Path, place: Place) -> Iterator[Line]:
+    return lines_of(path, after=place.get("line", 0), offset=place.get("offset", 0))
 
 
 def _read_text(path: Path, place: Place) -> Iterator[Record]:

@@ -19,6 +19,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
+from lapcli.data import files
 from lapcli.data.builtin import load_builtin
 from lapcli.data.files import read_path
 from lapcli.errors import DataError
@@ -213,7 +214,7 @@ def test_what_is_read_again_does_not_grow_with_the_position(
     kind: str, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ):
     read = Counter[str]()
-    real_open, real_text, real_recall = records._open, records.text_of, records.recall_documents
+    real_open, real_text, real_recall = files._open, records.text_of, records.recall_documents
 
     class Counted:
         """A file that counts the bytes that are asked of it."""
@@ -272,7 +273,7 @@ def test_what_is_read_again_does_not_grow_with_the_position(
     for _, state in zip(range(220), iter(lambda: (next(whole), whole.state())[1], None), strict=False):
         states.append(state)
     assert states[-1]["places"][0]["epoch"] == 0
-    monkeypatch.setattr(records, "_open", Counted)
+    monkeypatch.setattr(files, "_open", Counted)
     monkeypatch.setattr(records, "text_of", counted_text)
     monkeypatch.setattr(records, "recall_documents", counted_recall)
     monkeypatch.setattr(parquet, "ParquetFile", CountedTable)
