@@ -104,7 +104,7 @@ def token_blocks(
         for part in sources:
             mine = [row for row, turn in enumerate(turns) if turn is part]
             stream = open_source(part.name, split=split, seed=seed, text_field=text_field)
-            blocks = _pack(_shuffled(_pieces(stream), seed), tokenizer, separators, seq_len)
+            blocks = _pack(_shuffled(pieces_of(stream), seed), tokenizer, separators, seq_len)
             for row in mine:
                 block = next(blocks)
                 if len(block) < seq_len:
@@ -132,13 +132,22 @@ def ids_digest(ids: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """A document, or a part of a long one.
+
+    Attributes:
+        text: at most `PIECE_CHARACTERS`.
+        first: whether the document begins with it.
+        last: whether the document ends with it.
+    """
+
     text: str
     first: bool
     last: bool
 
 
-def _pieces(documents: Iterator[Document]) -> Iterator[_Piece]:
+def pieces_of(documents: Iterator[Document]) -> Iterator[Piece]:
+    """The pieces of documents, in order: joined, those of one document are its text again. Empty ones have none."""
     for document in documents:
         text = document.text
         start = 0
@@ -148,13 +157,13 @@ def _pieces(documents: Iterator[Document]) -> Iterator[_Piece]:
                 # Cut before a blank, so that no word is torn and tokens come out as in the whole text.
                 blank = max(text.rfind(" ", start + 1, end), text.rfind("\n", start + 1, end))
                 end = blank if blank > start else end
-            yield _Piece(text[start:end], start == 0, end >= len(text))
+            yield Piece(text[start:end], start == 0, end >= len(text))
             start = end
 
 
-def _shuffled(pieces: Iterator[_Piece], seed: int) -> Iterator[_Piece]:
+def _shuffled(pieces: Iterator[Piece], seed: int) -> Iterator[Piece]:
     rng = random.Random(seed)
-    buffer: list[_Piece] = []
+    buffer: list[Piece] = []
     for piece in pieces:
         if len(buffer) < BUFFER_PIECES:
             buffer.append(piece)
@@ -166,7 +175,7 @@ def _shuffled(pieces: Iterator[_Piece], seed: int) -> Iterator[_Piece]:
     yield from buffer
 
 
-def _pack(pieces: Iterator[_Piece], tokenizer: Any, separators: Separators, seq_len: int) -> Iterator[np.ndarray]:
+def _pack(pieces: Iterator[Piece], tokenizer: Any, separators: Separators, seq_len: int) -> Iterator[np.ndarray]:
     """Whole blocks, and at the end what is left over (shorter than a block, perhaps empty)."""
     waiting: list[int] = []
     for piece in pieces:

@@ -37,7 +37,8 @@ SHORT_NAMES = {
 """The data sets with short names. The Pile is its copy without the works that were withdrawn."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(#[\w.-]+)?")
-_PAGE_TITLE = re.compile(r"\s*= [^=].*[^=] =\s*")
+PAGE_TITLE = re.compile(r"\s*= [^=].*[^=] =\s*")
+"""The line that begins a page of a set whose records are lines (`HubSet.lines`): `= Title =`, one level deep."""
 
 
 def find_hub_set(name: str) -> HubSet | None:
@@ -72,7 +73,7 @@ def read_hub(name: str, hub_set: HubSet, split: str, text_field: str | None = No
         with without_retry_lines():
             rows: Iterable[Any] = load_dataset(hub_set.repository, hub_set.config, split=split, streaming=True)
     except Exception as error:
-        raise _explain(error, name, hub_set, 0) from error
+        raise explain_hub_error(error, name, hub_set, 0) from error
     texts = _records(rows, name, hub_set, text_field)
     for number, text in enumerate(_joined_pages(texts) if hub_set.lines else texts, start=1):
         if text.strip():
@@ -115,7 +116,7 @@ def _records(rows: Iterable[Any], name: str, hub_set: HubSet, text_field: str | 
         except StopIteration:
             return
         except Exception as error:
-            raise _explain(error, name, hub_set, number) from error
+            raise explain_hub_error(error, name, hub_set, number) from error
         number += 1
         yield text_of(row, text_field, f"data set '{name}', record {number}")
 
@@ -123,15 +124,22 @@ def _records(rows: Iterable[Any], name: str, hub_set: HubSet, text_field: str | 
 def _joined_pages(lines: Iterator[str]) -> Iterator[str]:
     page: list[str] = []
     for line in lines:
-        if page and _PAGE_TITLE.fullmatch(line):
+        if page and PAGE_TITLE.fullmatch(line):
             yield "".join(page)
             page = []
         page.append(line)
     yield "".join(page)
 
 
-def _explain(error: Exception, name: str, hub_set: HubSet, records: int) -> DataError:
-    """A `DataError` for whatever the hub's libraries raised; the classes differ from release to release."""
+def explain_hub_error(error: Exception, name: str, hub_set: HubSet, records: int) -> DataError:
+    """A `DataError` for whatever the hub's libraries raised; their classes differ from release to release.
+
+    Args:
+        error: what they raised.
+        name: the data set as the user typed it.
+        hub_set: where it lies.
+        records: how many were read before.
+    """
     kinds = {kind.__name__ for kind in type(error).__mro__}
     page = f"https://huggingface.co/datasets/{hub_set.repository}"
     said = " ".join(str(error).split())[:300]

@@ -26,9 +26,9 @@ from lapcli.data.files import (
     text_of,
 )
 from lapcli.data.hub import (
-    _PAGE_TITLE,
+    PAGE_TITLE,
     HubSet,
-    _explain,
+    explain_hub_error,
     find_hub_set,
     try_network,
     without_retry_lines,
@@ -219,7 +219,7 @@ class HubRecords:
             except StopIteration:
                 break
             except Exception as error:
-                raise _explain(error, self._name, self._set, number) from error
+                raise explain_hub_error(error, self._name, self._set, number) from error
             number += 1
             text = text_of(row, self._text_field, f"data set '{self._name}', record {number}")
             if not self._set.lines:
@@ -227,7 +227,7 @@ class HubRecords:
                     yield Record(f"{key}:{number}", text, {"record": number, "rows": rows.state_dict()})
                 continue
             # As `hub._joined_pages`; the title that ends a page is the first line behind it.
-            if page and _PAGE_TITLE.fullmatch(text):
+            if page and PAGE_TITLE.fullmatch(text):
                 if "".join(page).strip():
                     yield Record(f"{key}:{number - 1}", "".join(page), before)
                 page = []
@@ -245,7 +245,7 @@ class HubRecords:
             with without_retry_lines():
                 return load_dataset(self._set.repository, self._set.config, split="train", streaming=True)
         except Exception as error:
-            raise _explain(error, self._name, self._set, 0) from error
+            raise explain_hub_error(error, self._name, self._set, 0) from error
 
 
 def _files_of(path: Path) -> list[Path]:

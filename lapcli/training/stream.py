@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lapcli.data.blocks import BUFFER_PIECES, Separators, _Piece, _pieces, separators_of
+from lapcli.data.blocks import BUFFER_PIECES, Piece, Separators, pieces_of, separators_of
 from lapcli.data.documents import Document
 from lapcli.data.sources import Source, check_source, parse_mixture
 from lapcli.errors import DataError
@@ -310,7 +310,7 @@ class _Part:
         """Stand at a place; nothing is read yet."""
         self.place = place
         self._reader: Iterator[Record] | None = None
-        self._window: list[tuple[_PieceName, _Piece]] | None = None
+        self._window: list[tuple[_PieceName, Piece]] | None = None
         self._end: Place = {}
         self._ids: list[int] | None = None
 
@@ -350,7 +350,7 @@ class _Part:
             else:
                 self._begin_again()
 
-    def _read_window(self) -> list[tuple[_PieceName, _Piece]]:
+    def _read_window(self) -> list[tuple[_PieceName, Piece]]:
         """The pieces of the window that begins here in the order they are taken; none at the end of an epoch."""
         place = self.place
         if self._reader is None:
@@ -360,10 +360,10 @@ class _Part:
         # Later epochs begin with a shorter window: else the same pieces would share a window every time.
         shorter = place.epoch > 0 and place.window == 0
         size = chance.randint(1, WINDOW_PIECES) if shorter else WINDOW_PIECES
-        window: list[tuple[_PieceName, _Piece]] = []
+        window: list[tuple[_PieceName, Piece]] = []
         self._end = place.start
         for record in self._reader:
-            pieces = _pieces(iter([Document(record.key, record.text)]))
+            pieces = pieces_of(iter([Document(record.key, record.text)]))
             window += (((record.key, number), piece) for number, piece in enumerate(pieces))
             self._end = record.after
             if len(window) >= size:
@@ -390,7 +390,7 @@ class _Part:
             )
         self.go_to(_PartPlace(epoch=place.epoch + 1, given=place.given))
 
-    def _encode(self, piece: _Piece) -> list[int]:
+    def _encode(self, piece: Piece) -> list[int]:
         before = self._separators.before if piece.first else ()
         after = self._separators.after if piece.last else ()
         return [*before, *self._tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"], *after]
