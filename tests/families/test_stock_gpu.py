@@ -1,7 +1,7 @@
 """Stock transformers models on a GPU, with the library's fast kernels where they are installed, against the CPU.
 
-The GPU machine has fla, but neither causal_conv1d nor mamba_ssm: Qwen's recurrence runs in fla's chunked kernels,
-everything of Mamba-2 in transformers' PyTorch functions on the device.
+The GPU machine has fla, but neither causal_conv1d nor mamba_ssm: Qwen's and Kimi's recurrences run in fla's chunked
+kernels, everything of Mamba-2 in transformers' PyTorch functions on the device.
 """
 
 import pytest
@@ -32,6 +32,7 @@ FP32 = 2e-5
 TF32 = 3 * 5 * 2**-11
 CASES = {
     "qwen3_5": ({}, TF32, "fla"),
+    "kimi_linear": ({}, TF32, "fla"),
     "mamba2": ({"n_groups": 2}, FP32, "PyTorch"),
 }
 IDS = torch.randint(3, 259, (2, 108), generator=torch.Generator().manual_seed(1))
@@ -64,7 +65,8 @@ def logits(source, device):
 def test_the_fast_kernels_are_those_that_run(case):
     base, _sliced, _bound, package = case
     found = kernels_of(load_model(base, device="cuda"))
-    assert {runs for name, runs in found.items() if "chunk_gated" in name or "chunk_scan" in name} == {package}
+    chunked = ("chunk_gated", "chunk_scan", "chunk_kda")
+    assert {runs for name, runs in found.items() if any(part in name for part in chunked)} == {package}
     assert set(kernels_of(load_model(base, device="cpu")).values()) == {"PyTorch"}
 
 
