@@ -18,7 +18,7 @@ from lapcli.errors import LapcliError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PATIENCE = timedelta(minutes=30)
+PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others' shares."""
 
 _DONE, _FAILED = "lapcli/done", "lapcli/failed"
@@ -77,6 +77,20 @@ class Processes:
         with _together():
             dist.broadcast_object_list(words, src=0)
         return words[0]
+
+    def hand_out(self, tensors: "Iterable[Tensor]") -> None:
+        """Put the leader's values in place of each tensor (on the CPU, of the same shapes everywhere).
+
+        Raises:
+            LapcliError: another process ended.
+        """
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        with _together():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
 
     def add(self, tensors: "Iterable[Tensor]") -> None:
         """Put the sum over all processes in place of each tensor (on the CPU, of the same shapes everywhere).
@@ -191,7 +205,7 @@ def _group() -> Generator[Any]:
     import torch.distributed as dist
 
     with _together():
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+        dist.init_process_group("gloo", timeout=PATIENCE)
     # All begin together: nobody looks into the run directory while another already works there.
     store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=20))

@@ -1,8 +1,9 @@
 """What training needs to go on, bit for bit, in folders `step-N` that are whole or not there.
 
-A folder holds `state.safetensors` (trained parameters and moments of the optimiser in fp32, states of generators of
-random numbers) and `state.json` (step, schedule, data position, settings, lineage). The tensors carry their digest and
-the same document once more, so that a damaged half is told from a whole one. Nothing is pickled.
+A folder holds `state.safetensors` (trained parameters and moments of the optimiser in fp32, whole however they were
+sharded, and the states of each process's generators of random numbers) and `state.json` (step, schedule, data position,
+settings, lineage). The tensors carry their digest and the same document once more, so that a damaged half is told from
+a whole one. Nothing is pickled.
 
 Writing relies on one process at a time being at work in a folder (`RunDirectory.lock`).
 """
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 
 from lapcli.artifacts import Lineage, atomic_directory, read_artifact, read_document, write_artifact, write_document
 from lapcli.errors import ArtifactError
+from lapcli.parallel import ALONE, Processes
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.lineage import refuse_stale
 from lapcli.training.adapters import trained_parameters, trained_state
+from lapcli.training.distributed import placed_like, whole
 
 STATE_FILE = "state.json"
 TENSORS_FILE = "state.safetensors"
@@ -173,29 +176,53 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
-    """Copies of all that a step changes, on the CPU.
+def shared_with_all(found: Checkpoint | None, processes: Processes) -> Checkpoint | None:
+    """What the leader found, on every process: only its machine need have the folder."""
+    if processes.size == 1:
+        return found
+    shapes = {} if found is None else {name: (value.shape, value.dtype) for name, value in found.tensors.items()}
+    told, shapes = processes.tell((None if found is None else replace(found, tensors={}), shapes))
+    if told is None:
+        return None
+    tensors = (
+        {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        if found is None
+        else {name: value.contiguous() for name, value in found.tensors.items()}
+    )
+    processes.hand_out(tensors.values())
+    return replace(told, tensors=tensors)
+
+
+def training_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, processes: Processes = ALONE
+) -> dict[str, Tensor]:
+    """Copies of all that a step changes, on the CPU. Of several processes every one must call this at once.
 
     Args:
-        model: with adapters.
+        model: with adapters; perhaps sharded.
         optimizer: of its trained parameters.
         device: where the model computes, for its generator of random numbers.
+        processes: those that train it together.
 
     Returns:
-        `parameter/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `step/NAME` in fp32, `rng/cpu` and `rng/cuda` as bytes.
+        `parameter/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `step/NAME` in fp32, `rng/RANK/cpu` and
+        `rng/RANK/cuda` of every process as bytes.
     """
     found = {f"parameter/{name}": value for name, value in trained_state(model).items()}
     for name, parameter in trained_parameters(model).items():
         for part, value in optimizer.state.get(parameter, {}).items():
-            found[f"{part}/{name}"] = value.detach().to("cpu", torch.float32, copy=True)
-    found["rng/cpu"] = torch.get_rng_state()
+            found[f"{part}/{name}"] = whole(value.detach()).to("cpu", torch.float32, copy=True).contiguous()
+    states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        found["rng/cuda"] = torch.cuda.get_rng_state(device)
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    for name, mine in states.items():
+        for rank, state in enumerate(processes.collect(mine)):
+            found[f"rng/{rank}/{name}"] = state
     return found
 
 
 def restore_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put the trained parameters of a checkpoint back, in place.
+    """Put the trained parameters of a checkpoint back, in place; where they are sharded, each process its part.
 
     Raises:
         ArtifactError: the model trains others.
@@ -213,34 +240,47 @@ def restore_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         )
     with torch.no_grad():
         for name, parameter in found.items():
-            parameter.copy_(saved[name])
+            parameter.copy_(placed_like(parameter, saved[name]))
 
 
-def restore_training(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, tensors: Mapping[str, Tensor]
-) -> None:
-    """Put everything back that `training_tensors` took.
+def restore_training(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put parameters and moments back that `training_tensors` took, sharded in whatever way or not.
 
     Args:
         model: with adapters.
         optimizer: one group of its trained parameters, in the order of `trained_parameters`.
-        device: where the model computes.
         tensors: of the checkpoint.
 
     Raises:
         ArtifactError: the model trains other parameters.
     """
     restore_parameters(model, tensors)
-    moments = {part: _part(part, tensors) for part in ("step", "exp_avg", "exp_avg_sq")}
+    steps, moments = _part("step", tensors), {part: _part(part, tensors) for part in ("exp_avg", "exp_avg_sq")}
     state = {
-        number: {part: values[name].clone() for part, values in moments.items()}
-        for number, name in enumerate(trained_parameters(model))
-        if name in moments["step"]
+        number: {
+            "step": steps[name].clone(),
+            **{part: placed_like(parameter, values[name].clone()) for part, values in moments.items()},
+        }
+        for number, (name, parameter) in enumerate(trained_parameters(model).items())
+        if name in steps
     }
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    torch.set_rng_state(tensors["rng/cpu"])
-    if device.type == "cuda" and "rng/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng/cuda"], device)
+
+
+def restore_random(tensors: Mapping[str, Tensor], device: torch.device, rank: int, seed: int) -> None:
+    """Put this process's generators of random numbers back.
+
+    Args:
+        tensors: of the checkpoint.
+        device: where the model computes.
+        rank: of this process.
+        seed: for generators that the checkpoint does not have, since other processes or devices made it.
+    """
+    torch.manual_seed(seed)
+    if f"rng/{rank}/cpu" in tensors:
+        torch.set_rng_state(tensors[f"rng/{rank}/cpu"])
+    if device.type == "cuda" and f"rng/{rank}/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors[f"rng/{rank}/cuda"], device)
 
 
 def _part(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,15 +3,19 @@
 Between two steps everything that matters is in one place: the trained parameters, the optimiser's moments, the
 generators of random numbers, and the position in the stream. A checkpoint holds just that, and on a CPU a run that went
 on from one ends with the bits of a run that never stopped.
+
+Several processes train one model on one batch (`lapcli.training.distributed`). They meet twice a step: before it, to
+tell each other of signals, failures and numbers of tokens, and after it, to add up what they measured. So all see the
+same loss and the same norm, and go on, stop or turn back as one. The leader alone reads and writes checkpoints.
 """
 
 import contextlib
-import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil, isfinite
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -21,17 +25,27 @@ from pydantic import Field
 from torch import nn
 
 from lapcli.artifacts import Lineage, digest_document
-from lapcli.errors import ModelError
+from lapcli.errors import LapcliError, ModelError, RecipeError
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
 from lapcli.models.loss import IGNORED
+from lapcli.parallel import ALONE, Processes
 from lapcli.recipe import Settings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.training.adapters import AdapterPlan, check_coverage, trained_parameters
-from lapcli.training.checkpoints import KIND, Checkpoints, restore_parameters, restore_training, training_tensors
+from lapcli.training.checkpoints import (
+    KIND,
+    Checkpoints,
+    restore_parameters,
+    restore_random,
+    restore_training,
+    shared_with_all,
+    training_tensors,
+)
 from lapcli.training.curve import Curve
-from lapcli.training.distillation import Head, Sums, distillation_sums, head_of, total
-from lapcli.training.packing import PackedBatch, last_hidden, reads_packing
+from lapcli.training.distillation import Sums, total
+from lapcli.training.distributed import Objective, Parallel, Sharding, local, nothing_of, unwrapped, whole
+from lapcli.training.packing import PackedBatch, reads_packing
 from lapcli.training.schedule import learning_rate_factor
 from lapcli.training.stream import PackedSequence
 
@@ -43,7 +57,7 @@ class TrainingSettings(Settings):
     """How the model is trained: what its numbers depend on, beside model, teacher, adapters and stream."""
 
     steps: int = Field(default=2000, gt=0, description="optimiser steps")
-    batch: int = Field(default=16, gt=0, description="sequences of a step, over all devices and parts")
+    batch: int = Field(default=16, gt=0, description="sequences of a step, over all processes and parts")
     lr: float = Field(default=1e-4, gt=0, description="largest learning rate")
     lr_min: float = Field(default=1e-5, ge=0, description="last learning rate")
     warmup: float = Field(default=0.05, ge=0, le=1, description="share of the steps in which the rate rises")
@@ -60,13 +74,14 @@ class Execution:
     """How training runs here; results differ by rounding at most.
 
     Attributes:
-        micro_batch: sequences that are computed at once.
+        micro_batch: sequences that a process computes at once.
         gradient_checkpointing: whether blocks run again in the backward pass, instead of keeping their activations.
         autocast: whether products are in bf16 on a GPU.
         validate_every: steps between two validations.
         save_every: steps between two checkpoints; the model is validated before each.
         keep: checkpoints that remain, beside the newest good one.
         divergence: training stops when the validation loss is above this many times the first one.
+        sharding: how several processes hold the models: `none` (DDP, each whole) or `fsdp` (FSDP2, each a share).
     """
 
     micro_batch: int = 1
@@ -76,6 +91,7 @@ class Execution:
     save_every: int = 100
     keep: int = 2
     divergence: float = 1.5
+    sharding: Sharding = "none"
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,9 @@ class StepDone:
         gradient_norm: before clipping.
         tokens: that counted so far.
         seconds: that it took.
+        positions: tokens that the sequences of this step hold, of all processes, whether they count or not.
+        peak_bytes: the most that tensors took on a device since the last step, of the process with most; `None` on a
+            CPU.
     """
 
     step: int
@@ -118,6 +137,8 @@ class StepDone:
     gradient_norm: float
     tokens: int
     seconds: float
+    positions: int
+    peak_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -143,6 +164,11 @@ class Recovery:
 
 class Stream(Protocol):
     """What is asked of a stream (`lapcli.training.stream.TrainingStream`)."""
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The rank that its sequences are for, and the number of ranks; read where there are several."""
+        ...
 
     def __next__(self) -> PackedSequence:
         """The next sequence."""
@@ -202,10 +228,16 @@ def recover(
     vocabulary: int | None = None,
     on_step: Callable[[StepDone], None] | None = None,
     reporter: Reporter | None = None,
+    processes: Processes = ALONE,
 ) -> Recovery:
     """Train what was planned, or go on where a training with the same settings was stopped.
 
     SIGINT and SIGTERM let the step at hand end, save, and interrupt; a second signal interrupts at once.
+
+    Of several processes all call this with the same arguments, each with models on its device and its share of the
+    stream. They take the same sequences in each step as one process would, however many they are, and any number can
+    go on, sharded or not, where any other stopped. A signal to one of them interrupts all, at the same step. At the end
+    each has the trained parameters. Those that were sharded stay so: then `trained_state` is for all at once.
 
     Args:
         student: with adapters (`apply_adapters`), on its device. Its trained parameters are changed in place.
@@ -215,10 +247,11 @@ def recover(
         settings: of the training.
         folder: gets `checkpoints/` and `curve.jsonl`. Nobody else may be at work in it.
         lineage: of `training_lineage`.
-        execution: how it runs here.
+        execution: how it runs here, the same in all processes.
         vocabulary: leading ids that both models have, as for `distillation_sums`.
-        on_step: hears of every step.
-        reporter: where progress and remarks go.
+        on_step: hears of every step, in each process.
+        reporter: where progress and remarks go; the leader's alone is used.
+        processes: those that train together, under `lapcli.parallel.jointly` if there are several.
 
     Returns:
         How it ended. Where training diverged, the student has the parameters of the last good checkpoint.
@@ -228,12 +261,15 @@ def recover(
         DataError: the stream cannot be read, or is not the one of the checkpoint.
         FamilyError: the student does not train what is planned.
         KeyboardInterrupt: after a signal, unless whoever handled it before raises something else.
-        ModelError: the loss is not finite before the first step, or the models have no heads to distil.
-        ValueError: sizes that make no sense.
+        LapcliError: another process ended, or cannot read its text.
+        ModelError: the loss is not finite before the first step, the models have no heads to distil, or the device's
+            memory is too small.
+        RecipeError: the batch cannot be shared alike by so many processes.
+        ValueError: sizes that make no sense, or a stream that is not for this process.
     """
     loop = _Loop(
         student, teacher, stream, plan, settings, folder, lineage, execution or Execution(), vocabulary,
-        on_step or (lambda _done: None), reporter or SilentReporter(),
+        on_step or (lambda _done: None), reporter or SilentReporter(), processes,
     )  # fmt: skip
     return loop.run()
 
@@ -242,13 +278,25 @@ class _Diverged(Exception):
     """Training has gone wrong; the text says how."""
 
 
-class _Model:
-    """One of the two models, out of its wrapper: hidden states and head."""
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """This process's part of a step, and what all processes know of it.
 
-    def __init__(self, model: Any):
-        self.base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.head: Head = head_of(self.base)
-        self.device: torch.device = self.base.device
+    Attributes:
+        batches: what is computed at once.
+        passes: for each of them, as `Objective.forward` takes it.
+        tokens: that count, in all processes.
+        positions: all tokens, likewise.
+        signal: the number of one that came to any process, or 0.
+        failure: why there are no sequences, here or in another process.
+    """
+
+    batches: list[PackedBatch]
+    passes: list[int]
+    tokens: int
+    positions: int
+    signal: int
+    failure: Exception | None
 
 
 class _Loop:
@@ -267,18 +315,35 @@ class _Loop:
         vocabulary: int | None,
         on_step: Callable[[StepDone], None],
         reporter: Reporter,
+        processes: Processes,
     ):
         for name in ("micro_batch", "validate_every", "save_every"):
             if getattr(execution, name) < 1:
                 raise ValueError(f"{name} should be at least 1, not {getattr(execution, name)}")
         if settings.lr_min > settings.lr:
             raise ValueError(f"lr_min = {settings.lr_min} is above lr = {settings.lr}")
+        if settings.batch % processes.size:
+            raise RecipeError(
+                f"a batch of {settings.batch} sequences cannot be shared alike by {processes.size} processes",
+                f"pass a multiple of {processes.size} to --batch-size, or start another number of processes",
+            )
+        if processes.size > 1 and stream.share != (processes.rank, processes.size):
+            raise ValueError(f"the stream is for rank {stream.share[0]} of {stream.share[1]}, not for {processes}")
         check_coverage(student, plan)
-        self.model, self.student = student, _Model(student)
-        self.teacher = None if teacher is None else _Model(teacher.requires_grad_(False).eval())
-        self.stream, self.settings, self.execution = stream, settings, execution
-        self.vocabulary, self.on_step, self.reporter = vocabulary, on_step, reporter
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, lineage, keep=execution.keep, reporter=reporter)
+        if teacher is not None:
+            teacher.requires_grad_(False).eval()
+        self.model, self.base = student, unwrapped(student)
+        self.objective = Objective(
+            student,
+            teacher,
+            vocabulary=vocabulary,
+            temperature=settings.temperature,
+            autocast=execution.autocast,
+        )
+        self.parallel = Parallel(self.objective, processes, execution.sharding)
+        self.stream, self.settings, self.execution, self.processes = stream, settings, execution, processes
+        self.on_step, self.reporter = on_step, reporter if processes.leader else SilentReporter()
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, lineage, keep=execution.keep, reporter=self.reporter)
         self.curve = Curve(folder / CURVE)
         self.optimizer = torch.optim.AdamW(
             list(trained_parameters(student).values()), lr=settings.lr, weight_decay=settings.weight_decay
@@ -295,11 +360,11 @@ class _Loop:
         """Train to the end."""
         self._begin()
         if self.execution.gradient_checkpointing:
-            _keep_only_inputs_of_blocks(self.student.base)
-        for name, model in (("student", self.student), ("teacher", self.teacher)):
-            if model is not None and not reads_packing(model.base):
+            _keep_only_inputs_of_blocks(self.base)
+        for name, model in zip(("student", "teacher"), self.objective.models(), strict=False):
+            if not reads_packing(model):
                 self.reporter.notice(
-                    f"the {name} ({type(model.base).__name__}) reads no boundaries of packed documents: it gets one "
+                    f"the {name} ({type(model).__name__}) reads no boundaries of packed documents: it gets one "
                     "document after another, so that none sees another's state"
                 )
         self.model.train()
@@ -311,15 +376,20 @@ class _Loop:
             ):
                 task.advance(self.step)
                 while True:
-                    if stop.asked:
+                    share = self._meet(stop.number)
+                    if share.signal:
                         self._save()
                         break
                     self._look_after()
+                    if share.failure is not None:
+                        # Nothing of this step was computed yet, so that what was trained can be kept.
+                        self._save()
+                        raise share.failure
                     if self.step == self.settings.steps:
                         break
-                    if not stop.asked:
-                        self._advance()
-                        task.advance()
+                    self._advance(share)
+                    task.advance()
+                stop.hear(int(self._of_all([stop.number])[:, 0].max()))
         except _Diverged as error:
             stopped = str(error)
             self._go_back(stopped)
@@ -330,17 +400,25 @@ class _Loop:
 
     def _begin(self) -> None:
         """Start, or go on from the newest checkpoint."""
-        found = self.checkpoints.newest()
+        found = shared_with_all(self.checkpoints.newest() if self.processes.leader else None, self.processes)
+        rank = self.processes.rank
         if found is None:
-            torch.manual_seed(self.settings.seed)
+            torch.manual_seed(_seed(self.settings.seed, rank, 0))
         else:
-            restore_training(self.model, self.optimizer, self.student.device, found.tensors)
+            restore_training(self.model, self.optimizer, found.tensors)
+            restore_random(found.tensors, self.base.device, rank, _seed(self.settings.seed, rank, found.step))
             self.stream.restore(found.state["stream"])
             self._recall(found.step, found.good, found.state)
             self.reporter.notice(f"training goes on after step {found.step} of {self.settings.steps} ({found.path})")
+            if f"rng/{self.processes.size - 1}/cpu" not in found.tensors:
+                self.reporter.notice(
+                    f"fewer than {self.processes.size} processes made that checkpoint: what the model draws in the "
+                    "others, if it draws anything, begins anew from the seed"
+                )
         self.held_out = self.stream.held_out(self.settings.validation)
         self.position = self.stream.state()
-        self.curve.truncate(None if found is None else found.step)
+        if self.processes.leader:
+            self.curve.truncate(None if found is None else found.step)
 
     def _recall(self, step: int, good: bool, state: Any) -> None:
         """Know again what is not in the tensors."""
@@ -357,32 +435,75 @@ class _Loop:
         if save and self.saved != step:
             self._save()
 
-    def _advance(self) -> None:
+    def _meet(self, signal: int) -> _Share:
+        """Take this process's sequences of the next step, and hear of all processes.
+
+        They go on as one: what any of them says holds for all, and each says the same number of words.
+
+        Args:
+            signal: that this process was sent, or 0.
+        """
+        sequences, batches = [], []
+        failure: Exception | None = None
+        count = self.settings.batch // self.processes.size
+        if not signal and self.step < self.settings.steps:
+            try:
+                sequences = [next(self.stream) for _ in range(count)]
+                batches = self._batches(sequences)
+            except Exception as error:
+                failure = error
+        passes = [self.objective.passes(batch) for batch in batches]
+        room = [0] * (ceil(count / self.execution.micro_batch) - len(passes))
+        positions = sum(len(sequence.ids) for sequence in sequences)
+        mine = [signal, failure is not None, sum(map(_counted, batches)), positions, *passes, *room]
+        found = self._of_all(mine)
+        if found[:, 1].any():
+            failure = self._whose_failure(failure)
+        tokens, positions = found[:, 2:4].sum(0).tolist()
+        return _Share(
+            batches, self._least_passes(passes, found[:, 4:]), tokens, positions, int(found[:, 0].max()), failure
+        )
+
+    def _whose_failure(self, mine: Exception | None) -> Exception:
+        """What this process is to raise where one or another failed: whichever is heard first says why."""
+        room = 2000
+        said = f"{type(mine).__name__}: {mine}".encode()[:room] if mine is not None else b""
+        found = self.processes.collect(torch.tensor(list(said.ljust(room, b"\0")), dtype=torch.uint8))
+        others = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found]
+        return mine or LapcliError(f"another process of this run failed with {next(filter(None, others))}")
+
+    def _of_all(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Numbers of every process, `[processes, numbers]`, int64."""
+        return torch.stack(self.processes.collect(torch.tensor(numbers, dtype=torch.int64)))
+
+    def _least_passes(self, mine: Sequence[int], everyones: torch.Tensor) -> list[int]:
+        """How often decoders have to run for each part, by how often they would in each process."""
+        if self.parallel.sharded:
+            return [max(1, most) for most in everyones.amax(0).tolist()]
+        # Under DDP every process needs some gradient, if it is 0.
+        return [1 if self.processes.size > 1 else 0 for _ in mine]
+
+    def _advance(self, share: _Share) -> None:
         """One step of the optimiser."""
         begun = time.perf_counter()
         settings = self.settings
-        try:
-            sequences = [next(self.stream) for _ in range(settings.batch)]
-        except Exception:
-            # Nothing of this step was computed yet, so that what was trained can be kept.
-            self._save()
-            raise
         rate = settings.lr * learning_rate_factor(
             self.step, settings.steps, warmup=settings.warmup, floor=settings.lr_min / settings.lr
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        measured = self._gradient(sequences)
-        norm = float(nn.utils.clip_grad_norm_(trained_parameters(self.model).values(), settings.clip))
-        for name, value in (("loss", measured.loss), ("norm of the gradient", norm)):
-            if not math.isfinite(value):
-                raise _Diverged(f"the {name} of step {self.step + 1} is {value}")
-        self.optimizer.step()
+        with self._room_for(share.batches):
+            measured, peak = self._gradient(share)
+            norm = float(whole(nn.utils.clip_grad_norm_(trained_parameters(self.model).values(), settings.clip)))
+            for name, value in (("loss", measured.loss), ("norm of the gradient", norm)):
+                if not isfinite(value):
+                    raise _Diverged(f"the {name} of step {self.step + 1} is {value}")
+            self.optimizer.step()
         self.step, self.tokens, self.position = self.step + 1, self.tokens + measured.tokens, self.stream.state()
-        done = StepDone(self.step, measured, rate, norm, self.tokens, time.perf_counter() - begun)
-        self.curve.add(
-            self.step,
+        seconds = time.perf_counter() - begun
+        done = StepDone(self.step, measured, rate, norm, self.tokens, seconds, share.positions, peak)
+        self._note(
             {
                 **measured.document(),
                 "learning_rate": rate,
@@ -393,23 +514,26 @@ class _Loop:
         )
         self.on_step(done)
 
-    def _gradient(self, sequences: Sequence[PackedSequence]) -> Measured:
-        """Leave the gradient of a step's loss in the parameters.
+    def _gradient(self, share: _Share) -> tuple[Measured, int | None]:
+        """Leave the gradient of a step's loss in the parameters; what was measured, and `StepDone.peak_bytes`.
 
-        The one place where parts of a batch meet: each part's loss is a sum divided by the tokens of all parts, so the
-        parts' gradients add up. With several devices the number of tokens is to be summed over them before the first
-        backward pass, and gradients and sums (not means) after the last.
+        The one place where parts of a batch meet: each part's loss is a sum divided by the tokens of all parts of all
+        processes, so the parts' gradients add up.
         """
-        batches = self._batches(sequences)
-        tokens = sum(_counted(batch) for batch in batches)
         sums: list[Sums] = []
-        for batch in batches:
-            part = self._sums(batch)
-            loss = total(part, tokens, weight=self.settings.kl_weight, temperature=self.settings.temperature)
-            if loss.requires_grad:
-                loss.backward()
+        for number, (batch, passes) in enumerate(zip(share.batches, share.passes, strict=True), 1):
+            with self.parallel.accumulating(last=number == len(share.batches)):
+                part = self.parallel.sums(batch, passes)
+                loss = total(part, share.tokens, weight=self.settings.kl_weight, temperature=self.settings.temperature)
+                if loss.requires_grad:
+                    self.parallel.average_of(loss).backward()
             sums.append(Sums(part.cross_entropy.detach(), part.kl.detach(), part.tokens))
-        return self._measured(sums, tokens)
+        device = self.base.device
+        if device.type != "cuda":
+            return self._measured(sums, share.tokens)[0], None
+        found = self._measured(sums, share.tokens, torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+        return found
 
     @torch.no_grad()
     def _validate(self) -> None:
@@ -418,15 +542,17 @@ class _Loop:
         Raises:
             _Diverged: a parameter or the loss is not finite, or the loss is far above the first one.
         """
-        for name, parameter in trained_parameters(self.model).items():
-            if not bool(parameter.isfinite().all()):
-                raise _Diverged(f"{name} is not finite after step {self.step}")
+        trained = trained_parameters(self.model)
+        sound = (bool(local(parameter).isfinite().all()) for parameter in trained.values())
+        first_bad = next((number for number, each in enumerate(sound) if not each), len(trained))
+        first_bad = int(self._of_all([first_bad]).min())
+        if first_bad < len(trained):
+            raise _Diverged(f"{list(trained)[first_bad]} is not finite after step {self.step}")
         if self.held_out:
             self.model.eval()
-            batches = self._batches(self.held_out)
-            measured = self._measured([self._sums(batch) for batch in batches], sum(map(_counted, batches)))
+            measured = self._measured_held_out()
             self.model.train()
-            if not math.isfinite(measured.loss):
+            if not isfinite(measured.loss):
                 raise _Diverged(f"the validation loss after step {self.step} is {measured.loss}")
             first = self.first or measured
             if measured.loss > self.execution.divergence * first.loss:
@@ -435,14 +561,29 @@ class _Loop:
                     f"{self.execution.divergence:g} times the first one ({first.loss:.4g})"
                 )
             self.first, self.last = first, measured
-            self.curve.add(self.step, {"validation": measured.document()})
+            self._note({"validation": measured.document()})
         self.validated = self.step
+
+    def _measured_held_out(self) -> Measured:
+        """The means over the sequences held out, of which each process computes its share."""
+        count = len(self.held_out)
+        batches = self._batches([self.held_out[number] for number in self.processes.share(count)])
+        if self.parallel.sharded:
+            # Every process takes part in as many forward passes as the one with the largest share.
+            most = ceil(ceil(count / self.processes.size) / self.execution.micro_batch)
+            batches += [nothing_of(PackedBatch.of(self.held_out[:1]))] * (most - len(batches))
+        tokens = int(self._of_all([sum(map(_counted, batches))]).sum())
+        passes = [self.objective.passes(batch) for batch in batches]
+        least = self._least_passes(passes, self._of_all(passes)) if self.parallel.sharded else [0] * len(batches)
+        with self._room_for(batches):
+            sums = [self.parallel.sums(*each) for each in zip(batches, least, strict=True)]
+            self.parallel.rest()
+            return self._measured(sums, tokens)[0]
 
     def _save(self) -> None:
         """Write a checkpoint of this step, unless there is one."""
         if self.saved == self.step:
             return
-        self.curve.sync()
         state = {
             "steps": self.settings.steps,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -451,14 +592,24 @@ class _Loop:
             "last": None if self.last is None else asdict(self.last),
             "stream": self.position,
         }
-        tensors = training_tensors(self.model, self.optimizer, self.student.device)
-        self.checkpoints.save(self.step, state, tensors, good=self.validated == self.step)
+        tensors = training_tensors(self.model, self.optimizer, self.base.device, self.processes)
+        if self.processes.leader:
+            self.curve.sync()
+            self.checkpoints.save(self.step, state, tensors, good=self.validated == self.step)
+        # A process that ends would have torchrun end the leader, perhaps while it writes.
+        self.processes.wait()
         self.saved = self.step
+
+    def _note(self, values: Mapping[str, Any]) -> None:
+        """Write a line of the curve."""
+        if self.processes.leader:
+            self.curve.add(self.step, values)
 
     def _go_back(self, reason: str) -> None:
         """Give the student the last good parameters, and say so."""
-        self.curve.add(self.step, {"diverged": reason})
-        good = self.checkpoints.newest(good=True)
+        self._note({"diverged": reason})
+        leads = self.processes.leader
+        good = shared_with_all(self.checkpoints.newest(good=True) if leads else None, self.processes)
         if good is None:
             raise ModelError(
                 f"{reason}, before any training",
@@ -476,40 +627,36 @@ class _Loop:
         size = self.execution.micro_batch
         return [PackedBatch.of(sequences[start : start + size]) for start in range(0, len(sequences), size)]
 
-    def _sums(self, batch: PackedBatch) -> Sums:
-        """The sums of a part, with a gradient unless there is `no_grad`."""
-        student, teacher = self.student, self.teacher
-        with self._precision(student.device):
-            hidden = last_hidden(student.base, batch)
-        guide = None
-        if teacher is not None:
-            with torch.no_grad(), self._precision(teacher.device):
-                guide = last_hidden(teacher.base, batch)
-        with self._precision(student.device):
-            return distillation_sums(
-                hidden,
-                student.head,
-                guide,
-                None if teacher is None else teacher.head,
-                batch.labels.to(student.device),
-                vocabulary=self.vocabulary,
-                temperature=self.settings.temperature,
-            )
+    @contextlib.contextmanager
+    def _room_for(self, batches: Sequence[PackedBatch]) -> Generator[None]:
+        """Say what to do where the device's memory is too small; nothing is saved, which might take more of it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            rows, length = batches[0].ids.shape if batches else (0, 0)
+            ways = [f"--micro-batch {rows // 2}"] if rows > 1 else []
+            if not self.execution.gradient_checkpointing:
+                ways.append("--gradient-checkpointing")
+            kept = "nothing was trained yet" if not self.saved else f"training goes on after step {self.saved}"
+            raise ModelError(
+                f"the memory of {self.base.device} is too small for {rows} sequences of {length} tokens at once",
+                f"try {' or '.join(ways) or 'shorter sequences (--seq-len)'}; {kept}",
+            ) from error
 
-    def _precision(self, device: torch.device) -> Any:
-        if device.type != "cuda" or not self.execution.autocast:
-            return contextlib.nullcontext()
-        return torch.autocast("cuda", torch.bfloat16)
-
-    def _measured(self, sums: Sequence[Sums], tokens: int) -> Measured:
-        """The means of parts; waits for the device."""
-        if not sums:
-            return Measured(0.0, 0.0, 0.0, 0)
-        entropy, kl = (
-            torch.stack([torch.stack([part.cross_entropy, part.kl]) for part in sums]).double().sum(0).tolist()
-        )
+    def _measured(self, sums: Sequence[Sums], tokens: int, peak: int = 0) -> tuple[Measured, int]:
+        """The means of the parts of all processes, and the largest of their peaks; waits for devices and processes."""
+        mine = torch.zeros(2, dtype=torch.float64)
+        if sums:
+            mine = torch.stack([torch.stack([part.cross_entropy, part.kl]) for part in sums]).double().sum(0).cpu()
+        found = torch.stack(self.processes.collect(torch.cat([mine, mine.new_tensor([float(peak)])])))
+        entropy, kl = found[:, :2].sum(0).tolist()
         weight, count = self.settings.kl_weight * self.settings.temperature**2, max(tokens, 1)
-        return Measured((entropy + weight * kl) / count, entropy / count, kl / count, tokens)
+        return Measured((entropy + weight * kl) / count, entropy / count, kl / count, tokens), int(found[:, 2].max())
+
+
+def _seed(seed: int, rank: int, step: int) -> int:
+    """What generators of random numbers begin with in a process that has no saved state of them."""
+    return seed if rank == step == 0 else int(digest_document([seed, rank, step])[:15], 16)
 
 
 def _counted(batch: PackedBatch) -> int:
@@ -527,16 +674,21 @@ def _keep_only_inputs_of_blocks(model: Any) -> None:
 
 
 class _Stop:
-    """Whether a signal asked training to stop."""
+    """Whether a signal asked training to stop.
 
-    def __init__(self) -> None:
-        self._number: int | None = None
-        self._before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
+    Args:
+        listening: whether signals arrive here: Python hands them to the main thread alone.
+    """
 
-    @property
-    def asked(self) -> bool:
-        """Whether one did."""
-        return self._number is not None
+    def __init__(self, listening: bool) -> None:
+        self.number = 0
+        """The signal's, 0 for none."""
+        numbers = (signal.SIGINT, signal.SIGTERM) if listening else ()
+        self._before = {number: signal.signal(number, self._take) for number in numbers}
+
+    def hear(self, number: int) -> None:
+        """Take one that came to any of the processes as one's own; 0 for none."""
+        self.number = number or self.number
 
     def let_go(self) -> None:
         """Give the signals back to those who handled them before."""
@@ -545,32 +697,23 @@ class _Stop:
 
     def pass_on(self) -> None:
         """Tell them what came, if anything did."""
-        if self._number is None:
+        if not self.number:
             return
-        handler = self._before[signal.Signals(self._number)]
+        handler = self._before.get(signal.Signals(self.number))
         if callable(handler):
-            handler(self._number, None)
+            handler(self.number, None)
         raise KeyboardInterrupt
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         # Whoever asks twice does not wait for the end of a step.
         self.pass_on()
-        self._number = number
-
-
-class _NoStop:
-    """Where no signals arrive: Python hands them to the main thread alone."""
-
-    asked = False
+        self.number = number
 
 
 @contextlib.contextmanager
-def _finishing_steps() -> Generator[_Stop | _NoStop]:
+def _finishing_steps() -> Generator[_Stop]:
     """Hold back SIGINT and SIGTERM, and at the end pass one on that came."""
-    if threading.current_thread() is not threading.main_thread():
-        yield _NoStop()
-        return
-    stop = _Stop()
+    stop = _Stop(listening=threading.current_thread() is threading.main_thread())
     try:
         yield stop
     finally:

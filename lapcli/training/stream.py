@@ -10,7 +10,8 @@ number, and used up before the next is read. The calibration's buffer draws as w
 a piece may wait in it for ever; of a window it is enough to remember where it begins. A place in the stream is thus a
 few numbers, and going on there reads one window again.
 
-All ranks read all the text and each keeps its own part of the sequences: sequence i is for rank `i % world`.
+All ranks read all the text and each keeps its own part of the sequences: sequence i is for rank `i % world`. A place
+is between two rounds of the ranks and says nothing of their number, so another number of them can go on from it.
 """
 
 import random
@@ -132,6 +133,11 @@ class TrainingStream:
         self._places = self._current_places()
 
     @property
+    def share(self) -> tuple[int, int]:
+        """The rank that its sequences are for, and the number of ranks."""
+        return self._rank, self._world
+
+    @property
     def sequences(self) -> int:
         """How many sequences were given so far, to all ranks together."""
         return sum(place["given"] for place in self._places)
@@ -179,7 +185,7 @@ class TrainingStream:
         return {"version": STATE_VERSION, "made_with": self._settings(), "places": self._places}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken, by this or another rank.
+        """Go on where a state was taken, by this or another rank, of as many ranks or another number.
 
         Sequences that were held out then are held out again, for which the beginning of the source is read.
 
@@ -213,7 +219,6 @@ class TrainingStream:
             **self._digests,
             "seq_len": self.seq_len,
             "seed": self._seed,
-            "world": self._world,
             "held_out": len(self._held),
         }
 

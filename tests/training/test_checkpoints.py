@@ -16,7 +16,7 @@ LINEAGE = Lineage("checkpoint", {"name": "m", "digest": "d"}, "any", {"lr": 0.1,
 
 
 def values(step):
-    return {"parameter/a": torch.full((3,), float(step)), "rng/cpu": torch.arange(4, dtype=torch.uint8)}
+    return {"parameter/a": torch.full((3,), float(step)), "rng/0/cpu": torch.arange(4, dtype=torch.uint8)}
 
 
 @pytest.fixture

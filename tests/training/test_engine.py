@@ -22,6 +22,7 @@ from lapcli.artifacts import read_document
 from lapcli.errors import ArtifactError, DataError, FamilyError, ModelError
 from lapcli.families.loading import load_model, load_tokenizer
 from lapcli.families.source import resolve_model
+from lapcli.parallel import ALONE
 from lapcli.reporting import SilentReporter
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.testing.slices import random_kept, sliced_by
@@ -67,24 +68,26 @@ def own(tmp_path_factory):
 class Bench:
     """All that a training takes, made anew as another process would."""
 
-    def __init__(self, folder, *, student="base", teacher="base", full=False, length=32, rank=4, **settings):
+    def __init__(self, folder, *, student="base", teacher="base", full=False, length=32, rank=4,
+                 dtype=torch.float32, processes=ALONE, **settings):  # fmt: skip
         self.source = resolve_model(str(folder / student))
         teacher_source = None if teacher is None else resolve_model(str(folder / teacher))
         torch.manual_seed(7)
-        model = load_model(self.source)
+        model = load_model(self.source, dtype=dtype)
         self.plan = plan_adapters(model, self.source.config, full=full, rank=rank)
         self.student = apply_adapters(model, self.plan)
-        self.teacher = None if teacher_source is None else load_model(teacher_source)
+        self.teacher = None if teacher_source is None else load_model(teacher_source, dtype=dtype)
         self.settings = TrainingSettings(**{**SHORT, **settings})
-        self.stream = TrainingStream(str(folder / "text.jsonl"), load_tokenizer(self.source), length, seed=3)
+        self.stream = TrainingStream(str(folder / "text.jsonl"), load_tokenizer(self.source), length, seed=3,
+                                     rank=processes.rank, world=processes.size)  # fmt: skip
         self.lineage = training_lineage(self.source, teacher_source, self.plan, self.settings)
-        self.reporter = SilentReporter()
+        self.reporter, self.processes = SilentReporter(), processes
 
     def run(self, folder, *, on_step=None, **execution):
         self.result = recover(
             self.student, self.teacher, self.stream, self.plan, self.settings, folder, lineage=self.lineage,
             execution=Execution(**{"micro_batch": 2, "save_every": 3, "validate_every": 2, **execution}),
-            on_step=on_step, reporter=self.reporter,
+            on_step=on_step, reporter=self.reporter, processes=self.processes,
         )  # fmt: skip
         return self.result
 
@@ -333,17 +336,20 @@ def test_other_settings_are_refused_by_name(own, tmp_path):
 
 
 def gradients(bench, sequences, **execution):
-    """The measured means and the gradient of one step."""
+    """The measured means and the gradient of one step, of what has one."""
     loop = loop_of(bench, **execution)
     bench.student.train().zero_grad(set_to_none=True)
-    measured = loop._gradient(sequences)
-    return measured, {name: parameter.grad.clone() for name, parameter in trained_parameters(bench.student).items()}
+    batches = loop._batches(sequences)
+    tokens = sum(map(engine._counted, batches))
+    measured, _ = loop._gradient(engine._Share(batches, [0] * len(batches), tokens, 0, 0, None))
+    found = trained_parameters(bench.student)
+    return measured, {name: each.grad.clone() for name, each in found.items() if each.grad is not None}
 
 
 def loop_of(bench, **execution):
     return engine._Loop(
         bench.student, bench.teacher, bench.stream, bench.plan, bench.settings, Path("nowhere"), bench.lineage,
-        Execution(**execution), None, lambda _done: None, bench.reporter,
+        Execution(**execution), None, lambda _done: None, bench.reporter, ALONE,
     )  # fmt: skip
 
 
@@ -378,9 +384,9 @@ def test_a_part_in_which_nothing_counts(place):
     alone, wanted = gradients(bench, [full])
     assert measured.loss == pytest.approx(alone.loss, rel=ROUNDING)
     assert close(gradient, wanted)
-    for parameter in trained_parameters(bench.student).values():
-        parameter.grad = None
-    assert loop_of(bench)._gradient([empty]).tokens == 0
+    nothing, gradient = gradients(bench, [empty])
+    assert (nothing.tokens, nothing.loss) == (0, 0.0)
+    assert not any(value.any() for value in gradient.values())
 
 
 def test_loss_and_gradient_are_those_of_documents_alone(place):

@@ -312,7 +312,6 @@ def test_a_failed_read_leaves_the_stream_where_it_was(tmp_path: Path):
     [
         ({"seq_len": 64}, "seq_len was 100 and is 64"),
         ({"seed": 4}, "seed was 3 and is 4"),
-        ({"world": 2}, "world was 1 and is 2"),
         ({"text_field": "text"}, "text_field was None and is text"),
         ({"tokenizer": Bytes(255)}, "tokenizer was [0-9a-f]{12} and is [0-9a-f]{12}"),
         ({"seed": 4, "seq_len": 64}, "seq_len was 100 and is 64; seed was 3 and is 4"),
@@ -451,6 +450,24 @@ def test_ranks_together_see_what_one_rank_sees(source: str, world: int):
     one = take(make(source), 24)
     for rank in range(world):
         assert same(take(make(source, rank=rank, world=world), 24 // world), one[rank::world])
+
+
+@every_source
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_another_number_of_ranks_goes_on_with_the_same_sequences(source: str, before: int, after: int):
+    whole = make(source)
+    held = [*whole.held_out(2)]
+    unbroken = take(whole, 36)
+    first = make(source, rank=before - 1, world=before)
+    first.held_out(2)
+    take(first, 12 // before)
+    state = json.loads(json.dumps(first.state()))
+    for rank in range(after):
+        again = make(source, rank=rank, world=after)
+        again.restore(state)
+        assert same(take(again, 24 // after), unbroken[12 + rank :: after])
+        assert same([*again.held_out(2)], held)
+        assert again.sequences == 36
 
 
 def test_mixture_keeps_its_shares_by_tokens(tmp_path: Path):
