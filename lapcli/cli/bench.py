@@ -8,19 +8,19 @@ import typer
 from lapcli.cli import options
 from lapcli.errors import UsageError
 
-_WHAT = ("selection", "calibration", "slicing", "commands")
+_WHAT = ("selection", "calibration", "slicing", "recovery", "commands")
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("bench", help="Time selection, calibration, slicing or whole commands here; see docs/benchmarks.md.")(
-        run
-    )
+    app.command(
+        "bench", help="Time selection, calibration, slicing, recovery or whole commands here; see docs/benchmarks.md."
+    )(run)
 
 
 def run(
     what: Annotated[str, typer.Argument(help=" | ".join(_WHAT))],
-    model: Annotated[str, typer.Option(help="The model of calibration and commands.")] = "demo:gdn",
+    model: Annotated[str, typer.Option(help="The model of calibration, recovery and commands.")] = "demo:gdn",
     quick: Annotated[bool, typer.Option("--quick", help="Toy sizes: shows that it runs, measures nothing.")] = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -40,6 +40,8 @@ def run(
         rows = _calibration(model, quick, (device, dtype, kernel), reporter)
     elif what == "slicing":
         rows = _slicing(quick, reporter)
+    elif what == "recovery":
+        rows = _recovery(model, quick, (device, dtype, kernel), reporter)
     else:
         rows = _commands(model, quick, reporter)
     if as_json:
@@ -52,6 +54,8 @@ def run(
 def _shown(name: str, value: Any) -> str:
     from lapcli.cli.display import size
 
+    if value is None:
+        return "-"
     if "bytes" in name:
         return size(value)
     if isinstance(value, float):
@@ -90,6 +94,16 @@ def _slicing(quick: bool, reporter: Any) -> list[dict[str, Any]]:
     sizes: dict[str, Any] = {"gib": 0.01, "small": True, "runs": 1} if quick else {}
     row = slicing_benchmark(reporter=reporter, **sizes)
     return [{**asdict(row), "ratio": row.ratio}]
+
+
+def _recovery(model: str, quick: bool, machine: tuple[str, str, str], reporter: Any) -> list[dict[str, Any]]:
+    from lapcli.benchmarks.recovery import SMALL, RecoverySizes, recovery_benchmark
+    from lapcli.families.source import resolve_model
+    from lapcli.machine import Machine
+
+    toy: dict[str, Any] = {"sizes": RecoverySizes(64, 2, 1, 2), "random_model": SMALL} if quick else {}
+    rows = recovery_benchmark(resolve_model(model), machine=Machine(*machine), reporter=reporter, **toy)
+    return [asdict(row) for row in rows]
 
 
 def _commands(model: str, quick: bool, reporter: Any) -> list[dict[str, Any]]:
