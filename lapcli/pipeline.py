@@ -48,6 +48,13 @@ STAGES: tuple[Stage, ...] = (
         "Cut the dropped channels out of the weights and write the smaller model.",
     ),
     Stage(
+        "recovery",
+        "recover",
+        ("a sliced model", "its teacher", "text"),
+        "recovered/",
+        "Heal a pruned model by LoRA and distillation from the model it was pruned from.",
+    ),
+    Stage(
         "evaluation",
         "eval",
         ("models", "tasks"),

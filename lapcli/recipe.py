@@ -6,10 +6,18 @@ artifact's lineage. This module imports neither torch nor transformers, so that 
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from lapcli.errors import RecipeError
 
@@ -65,6 +73,64 @@ class SelectionSettings(Settings):
         return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+class Optimisation(Settings):
+    """How a model is trained, but for how long. Defaults: arXiv 2602.04852, App. A."""
+
+    batch: int = Field(default=16, gt=0, description="sequences of a step, over all devices and parts")
+    lr: float = Field(default=1e-4, gt=0, description="largest learning rate")
+    lr_min: float = Field(default=1e-5, ge=0, description="last learning rate")
+    warmup: float = Field(default=0.05, ge=0, le=1, description="share of the steps in which the rate rises")
+    weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
+    clip: float = Field(default=1.0, gt=0, description="largest norm of a step's gradient")
+    kl_weight: float = Field(default=1.0, ge=0, description="w in cross entropy + w T^2 KL; 0: no teacher")
+    temperature: float = Field(default=2.0, gt=0, description="T in it")
+    validation: int = Field(default=64, ge=0, description="sequences held out")
+    seed: int = Field(default=0, ge=0, description="of LoRA's first values, of the order of text, and of recall")
+
+    @model_validator(mode="after")
+    def _rates_in_order(self) -> Self:
+        if self.lr_min > self.lr:
+            raise ValueError(f"lr_min {self.lr_min:g} is above lr {self.lr:g}")
+        return self
+
+
+class TrainingSettings(Optimisation):
+    """How the model is trained: what its numbers depend on, beside model, teacher, adapters and stream."""
+
+    steps: int = Field(default=2000, gt=0, description="optimiser steps")
+
+
+class RecoverySettings(Optimisation):
+    """What heals a pruned model: the text, its amount, what is trained, and how."""
+
+    data: str = Field(description="text source: builtin, recall, a file or folder, a hub set, or a:0.9,b:0.1")
+    seq_len: int = Field(gt=1, description="tokens of each sequence")
+    samples: int | None = Field(default=None, gt=0, description="sequences of all steps together")
+    steps: int | None = Field(default=None, gt=0, description="optimiser steps, instead of samples")
+    rank: int = Field(default=32, gt=0, description="of the LoRA matrices")
+    alpha: int = Field(default=64, gt=0, description="LoRA's product counts alpha / rank times")
+    targets: list[str] | None = Field(default=None, description="modules that get LoRA instead of those of q, k, v")
+    full: bool = Field(default=False, description="train the mixers whole, without LoRA")
+    control: bool = Field(default=False, description="train the unpruned model instead, by the same budget")
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if (self.samples is None) == (self.steps is None):
+            raise ValueError("give either samples or steps")
+        return self
+
+    def training(self) -> TrainingSettings:
+        """How the model is trained: a budget in samples is rounded up to whole steps."""
+        shared = {name: getattr(self, name) for name in Optimisation.model_fields}
+        steps = self.steps if self.samples is None else -(-self.samples // self.batch)
+        return TrainingSettings.model_validate({**shared, "steps": steps})
+
+    @property
+    def tokens(self) -> int:
+        """Of all steps together."""
+        return self.training().steps * self.batch * self.seq_len
+
+
 class EvaluationRequest(Settings):
     """What a recipe evaluates at its end."""
 
@@ -73,11 +139,12 @@ class EvaluationRequest(Settings):
 
 
 class Recipe(Settings):
-    """A chain: a model, its calibration, the selection, and what is evaluated at the end."""
+    """A chain: a model, its calibration, the selection, its recovery, and what is evaluated at the end."""
 
     model: str = Field(default="demo:gdn", description="a directory, a hub id, or demo:NAME")
     calibration: CalibrationSettings
     selection: SelectionSettings
+    recovery: RecoverySettings | None = None
     evaluation: EvaluationRequest | None = None
 
 
@@ -86,6 +153,13 @@ def default_calibration(is_demo: bool) -> dict[str, Any]:
     if is_demo:
         return {"data": "builtin", "samples": 64, "seq_len": 1024}
     return {"data": "fineweb", "samples": 128, "seq_len": 2048}
+
+
+def default_recovery(is_demo: bool) -> dict[str, Any]:
+    """The default text and its amount: minutes on a laptop for a shipped model, the paper's (App. A) otherwise."""
+    if is_demo:
+        return {"data": "builtin", "seq_len": 512, "samples": 512, "batch": 8, "lr": 1e-3, "lr_min": 1e-4}
+    return {"data": "fineweb", "seq_len": 2048, "samples": 32000}
 
 
 def _keys(model: type[BaseModel]) -> dict[str, Any]:

@@ -16,6 +16,10 @@ class Task(Protocol):
         """Say that `amount` more units are done."""
         ...
 
+    def note(self, text: str) -> None:
+        """Say in a few words where the work stands; a later note takes the place of an earlier one."""
+        ...
+
 
 class Reporter(Protocol):
     """Where progress and remarks go."""
@@ -36,6 +40,9 @@ class Reporter(Protocol):
 
 class _SilentTask:
     def advance(self, amount: float = 1) -> None:
+        pass
+
+    def note(self, text: str) -> None:
         pass
 
 

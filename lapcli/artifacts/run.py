@@ -44,6 +44,21 @@ class RunDirectory:
         return self.path / "recovered"
 
     @property
+    def recovery(self) -> Path:
+        """What recovery keeps beside the model: checkpoints, curve, adapter, and what came of it."""
+        return self.path / "recovery"
+
+    @property
+    def control(self) -> Path:
+        """The directory of the unpruned model that got the same training."""
+        return self.path / "control"
+
+    @property
+    def control_recovery(self) -> Path:
+        """As `recovery`, of the control."""
+        return self.path / "recovery-control"
+
+    @property
     def evaluation(self) -> Path:
         """The evaluation's JSON document."""
         return self.path / "evaluation.json"

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 
 _LOG_COLUMNS = 120
+_LOG_SECONDS = 10.0
+"""Between two notes of one piece of work in a log."""
 
 
 def console() -> "Console":
@@ -36,10 +39,35 @@ class _BarTask:
     def advance(self, amount: float = 1) -> None:
         self.progress.advance(self.task, amount)
 
+    def note(self, text: str) -> None:
+        self.progress.update(self.task, note=text)
 
-class _LogTask:
+
+class _QuietTask:
     def advance(self, amount: float = 1) -> None:
         pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+class _LogTask:
+    """Prints a note now and then, with how far the work is."""
+
+    def __init__(self, out: "Console", description: str, total: float | None, unit: str):
+        self.out, self.description, self.total, self.unit = out, description, total, unit
+        self.done, self.said = 0.0, time.monotonic()
+
+    def advance(self, amount: float = 1) -> None:
+        self.done += amount
+
+    def note(self, text: str) -> None:
+        if time.monotonic() - self.said >= _LOG_SECONDS:
+            self.said = time.monotonic()
+            amount = _quantity(self.done, "") + (
+                "" if self.total is None else f" of {_quantity(self.total, self.unit)}"
+            )
+            self.out.print(f"{self.description}, {amount}: {text}", markup=False)
 
 
 class DisplayReporter:
@@ -57,12 +85,10 @@ class DisplayReporter:
     def task(self, description: str, total: float | None = None, unit: str = "") -> Generator[Task]:
         """Show one piece of work."""
         if self.quiet:
-            yield _LogTask()
+            yield _QuietTask()
         elif not self.console.is_terminal:
-            import time
-
             start = time.monotonic()
-            yield _LogTask()
+            yield _LogTask(self.console, description, total, unit)
             amount = "" if total is None else f", {_quantity(total, unit)}"
             self.console.print(f"{description}: {time.monotonic() - start:.1f} s{amount}")
         else:
@@ -88,9 +114,10 @@ class DisplayReporter:
                 Rate(),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}", style="dim"),
             )
             with Progress(*columns, console=self.console) as progress:
-                yield _BarTask(progress, progress.add_task(description, total=total))
+                yield _BarTask(progress, progress.add_task(description, total=total, note=""))
 
     def notice(self, text: str) -> None:
         """Print a notice, dim."""

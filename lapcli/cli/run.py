@@ -11,7 +11,7 @@ from lapcli.parallel import jointly, launched
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    summary = "Run a recipe: calibrate, select, slice and evaluate, going on from what is there."
+    summary = "Run a recipe: calibrate, select, slice, recover and evaluate, going on from what is there."
     app.command("run", help=summary)(jointly(run))
 
 
@@ -67,6 +67,20 @@ def run(
         )
     layers = () if pruning.calibration_ready else pruning.layers
     machine.check(source.config, layers, needs_gradient=pruning.needs_saliency)
+    if plan.recovery is not None:
+        from lapcli.stages.recovery import (
+            check_recovery,
+            micro_batch,
+            note_recovery,
+            plan_recovery,
+            recover_into,
+        )
+        from lapcli.training.engine import Execution
+
+        # The base stands in for the slice that is not there yet.
+        guide = source if plan.recovery.kl_weight else None
+        check_recovery(source, guide, plan.recovery, trust_remote_code=trust_remote_code)
+        machine.check(source.config, pruning.layers, needs_gradient=True)
     if plan.evaluation is not None:
         from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
         from lapcli.stages.evaluation import evaluate_into, models_of, plan_stage
@@ -80,7 +94,12 @@ def run(
             options=chosen_options, machine=machine, dry_run=True,
         )  # fmt: skip
     if dry_run:
-        facts = {**plan_document(pruning), "tasks": plan.evaluation.tasks if plan.evaluation else []}
+        tokens = plan.recovery.tokens if plan.recovery else 0
+        facts = {
+            **plan_document(pruning),
+            "recovery_tokens": tokens,
+            "tasks": plan.evaluation.tasks if plan.evaluation else [],
+        }
         display.would_do(facts, as_json)
         return
     reporter = display.DisplayReporter(quiet or as_json)
@@ -94,6 +113,18 @@ def run(
             overwrite=overwrite,
             reporter=reporter,
         )
+        recovery = None
+        if plan.recovery is not None:
+            student = source if plan.recovery.control else resolve_model(str(directory.sliced))
+            healing = plan_recovery(
+                student, guide, plan.recovery, directory,
+                overwrite=overwrite, trust_remote_code=trust_remote_code, reporter=reporter,
+            )  # fmt: skip
+            recovery = recover_into(
+                healing, directory, machine=machine, reporter=reporter,
+                execution=Execution(micro_batch=micro_batch(plan.recovery.seq_len)),
+            )  # fmt: skip
+            note_recovery(healing, directory)
         evaluation = None
         if plan.evaluation is not None:
             evaluation, _worked = evaluate_into(
@@ -107,8 +138,10 @@ def run(
             )
     if as_json:
         document = result.document(directory)
+        document["recovery"] = recovery.document() if recovery else None
         display.emit({**document, "evaluation": evaluation.to_json() if evaluation else None})
         return
     if evaluation is not None:
         display.evaluation(evaluation, quiet=quiet)
-    display.closing(f"done: {directory.sliced}", quiet=quiet)
+    made = recovery.output if recovery else directory.sliced
+    display.closing(f"done: {made}", quiet=quiet)

@@ -9,7 +9,7 @@ file of the library is touched.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
@@ -19,22 +19,30 @@ _BOUND_IN = "hub_kernels"
 _saved: dict[tuple[str, str], Any] = {}
 
 
-def choose_kernels(model: nn.Module, device_type: str) -> None:
+def choose_kernels(model: nn.Module, device_type: str, *, without: Collection[str] = ()) -> tuple[str, ...]:
     """Let a model's library functions be those that run on such a device.
 
     Args:
         model: any model; those that transformers did not define are left alone.
         device_type: `"cpu"`, or that of a GPU.
+        without: packages that are not to run on a GPU either.
+
+    Returns:
+        The functions for which PyTorch's took the place of a package's now.
     """
+    replaced: list[str] = []
     for module in _library_modules(model):
         for name, value in list(vars(module).items()):
             key = (module.__name__, name)
             function = _bound(value)
-            if device_type == "cpu" and function is not None:
+            if function is not None and (device_type == "cpu" or _package(function) in without):
+                if _package(function) != "PyTorch":
+                    replaced.append(f"{_package(function)}'s {name}")
                 _saved[key] = value
                 setattr(module, name, inspect.unwrap(function))
-            elif device_type != "cpu" and key in _saved:
+            elif device_type != "cpu" and key in _saved and not without:
                 setattr(module, name, _saved.pop(key))
+    return tuple(replaced)
 
 
 def kernels_of(model: nn.Module) -> dict[str, str]:
@@ -45,10 +53,7 @@ def kernels_of(model: nn.Module) -> dict[str, str]:
             function = _bound(value)
             if function is not None:
                 inside = inspect.getclosurevars(function).nonlocals
-                package = str(inside.get("package", "a package")).partition(".")[0]
-                found[str(inside.get("func_name", name))] = (
-                    package if inside.get("is_new_implementation") else "PyTorch"
-                )
+                found[str(inside.get("func_name", name))] = _package(function)
             elif (module.__name__, name) in _saved:
                 found[name] = "PyTorch"
     return found
@@ -57,6 +62,14 @@ def kernels_of(model: nn.Module) -> dict[str, str]:
 def _library_modules(model: nn.Module) -> list[ModuleType]:
     names = {type(module).__module__ for module in model.modules()}
     return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
+
+
+def _package(function: Callable[..., Any]) -> str:
+    """The package whose function a binding calls, or `"PyTorch"`."""
+    inside = inspect.getclosurevars(function).nonlocals
+    if not inside.get("is_new_implementation"):
+        return "PyTorch"
+    return str(inside.get("package", "a package")).partition(".")[0]
 
 
 def _bound(value: Any) -> Callable[..., Any] | None:

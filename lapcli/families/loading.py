@@ -256,6 +256,36 @@ def load_model(
     return model
 
 
+def skeleton(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
+    """The model as `load_model` makes it, of tensors without contents (on the meta device).
+
+    Args:
+        source: the resolved model.
+        trust_remote_code: as for `load_model`.
+    """
+    if needs_fla(source.config):
+        register_fla(source.config)
+    own = own_class(source.config.get("model_type")) or packaged_class(source, trust_remote_code)
+    trusted = trust_remote_code and runs_its_code(source)
+    with torch.device("meta"):
+        if own is not None:
+            return own(own.config_class.from_pretrained(source.path))
+        from transformers import AutoConfig
+
+        library = library_class(source)
+        if not hasattr(library, "from_config"):
+            return library(library.config_class.from_pretrained(source.path))
+        config: Any = AutoConfig.from_pretrained(source.path, trust_remote_code=trusted, local_files_only=True)
+        if type(config) in library._model_mapping:
+            made: Any = library._model_mapping[type(config)]
+            made = made[0] if isinstance(made, list | tuple) else made
+            # As `from_pretrained` does where a family's text model is what its whole config loads.
+            if made.config_class == getattr(config, "sub_configs", {}).get("text_config"):
+                config = config.get_text_config()
+            return made(config)
+        return library.from_config(config, trust_remote_code=trusted)
+
+
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
     """Load the tokenizer that lies beside a model, and check that the model can embed all that it makes.
 

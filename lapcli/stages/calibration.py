@@ -296,13 +296,22 @@ def check_calibration(
             f"{counted} tokens cannot span the {widest} key channels of a head",
             f"pass --samples and --seq-len with a product of {widest} at the least; thousands are better",
         )
-    longest = optional_integer(text, "max_position_embeddings", settings.seq_len)
-    if settings.seq_len > longest:
+    check_length(source, settings.seq_len)
+    return layers
+
+
+def check_length(source: ModelSource, seq_len: int) -> None:
+    """Refuse sequences that a model does not take.
+
+    Raises:
+        DataError: they are longer than its config says.
+    """
+    longest = optional_integer(text_part(source.config), "max_position_embeddings", seq_len)
+    if seq_len > longest:
         raise DataError(
-            f"--seq-len {settings.seq_len} is longer than the {longest} tokens that {source.name} takes",
+            f"--seq-len {seq_len} is longer than the {longest} tokens that {source.name} takes",
             f"pass --seq-len {longest} or less",
         )
-    return layers
 
 
 @dataclass(frozen=True)

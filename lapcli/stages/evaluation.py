@@ -20,8 +20,8 @@ def models_of(run: RunDirectory, base: ModelSource) -> list[tuple[str, ModelSour
     Raises:
         ModelError: one of them is damaged.
     """
-    made = [(label, folder) for label, folder in (("sliced", run.sliced), ("recovered", run.recovered))]
-    return [("base", base), *((label, resolve_model(str(folder))) for label, folder in made if folder.is_dir())]
+    made = {"sliced": run.sliced, "recovered": run.recovered, "control": run.control}
+    return [("base", base), *((label, resolve_model(str(folder))) for label, folder in made.items() if folder.is_dir())]
 
 
 def plan_stage(

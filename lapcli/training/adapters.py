@@ -23,7 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lapcli.artifacts import Lineage, atomic_directory, read_artifact, read_document, write_artifact, write_document
+from lapcli.artifacts import (
+    Lineage,
+    atomic_directory,
+    atomic_file,
+    read_artifact,
+    read_document,
+    write_artifact,
+    write_document,
+)
 from lapcli.errors import ArtifactError, FamilyError, RecipeError
 from lapcli.families.base import StatefulLayer
 from lapcli.families.registry import family_for
@@ -272,7 +280,8 @@ def save_adapter(
             config = _lora_config(plan, base=str(source.path), inference_mode=True)
             config.save_pretrained(str(made))
             lora = {_PEFT + name: tensor.contiguous() for name, tensor in state.items() if name not in full}
-            save_file(lora, made / LORA_FILE, metadata={"format": "pt"})
+            with atomic_file(made / LORA_FILE) as temporary:  # whose mode is not private to this user
+                save_file(lora, temporary, metadata={"format": "pt"})
         write_artifact(made / FULL_FILE, lineage, {name: state[name] for name in plan.full})
         write_document(made / LINEAGE_FILE, lineage)
     return folder

@@ -193,6 +193,11 @@ def shared_with_all(found: Checkpoint | None, processes: Processes) -> Checkpoin
     return replace(told, tensors=tensors)
 
 
+def latest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint in a folder, whole or not; `None` where there is none."""
+    return max((_step(path) for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), default=None)
+
+
 def training_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, processes: Processes = ALONE
 ) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from pydantic import Field
 from torch import nn
 
 from lapcli.artifacts import Lineage, digest_document
@@ -30,7 +29,7 @@ from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
 from lapcli.models.loss import IGNORED
 from lapcli.parallel import ALONE, Processes
-from lapcli.recipe import Settings
+from lapcli.recipe import TrainingSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.training.adapters import AdapterPlan, check_coverage, trained_parameters
 from lapcli.training.checkpoints import (
@@ -51,22 +50,6 @@ from lapcli.training.stream import PackedSequence
 
 CHECKPOINTS = "checkpoints"
 CURVE = "curve.jsonl"
-
-
-class TrainingSettings(Settings):
-    """How the model is trained: what its numbers depend on, beside model, teacher, adapters and stream."""
-
-    steps: int = Field(default=2000, gt=0, description="optimiser steps")
-    batch: int = Field(default=16, gt=0, description="sequences of a step, over all processes and parts")
-    lr: float = Field(default=1e-4, gt=0, description="largest learning rate")
-    lr_min: float = Field(default=1e-5, ge=0, description="last learning rate")
-    warmup: float = Field(default=0.05, ge=0, le=1, description="share of the steps in which the rate rises")
-    weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
-    clip: float = Field(default=1.0, gt=0, description="largest norm of a step's gradient")
-    kl_weight: float = Field(default=1.0, ge=0, description="w in cross entropy + w T^2 KL")
-    temperature: float = Field(default=2.0, gt=0, description="T in it")
-    validation: int = Field(default=64, ge=0, description="sequences held out")
-    seed: int = Field(default=0, ge=0, description="of whatever the model draws")
 
 
 @dataclass(frozen=True)
@@ -139,6 +122,13 @@ class StepDone:
     seconds: float
     positions: int
     peak_bytes: int | None
+
+    def in_words(self) -> str:
+        """A line of the numbers that tell whether training goes well."""
+        rate = self.positions / max(self.seconds, 1e-9)
+        speed = f"{rate / 1000:.1f} k" if rate >= 1000 else f"{rate:.0f}"
+        memory = "" if self.peak_bytes is None else f", {self.peak_bytes / 2**30:.1f} GiB"
+        return f"loss {self.measured.loss:.3f}, KL {self.measured.kl:.4f}, {speed} tokens/s{memory}"
 
 
 @dataclass(frozen=True)
@@ -227,6 +217,7 @@ def recover(
     execution: Execution | None = None,
     vocabulary: int | None = None,
     on_step: Callable[[StepDone], None] | None = None,
+    on_validation: Callable[[int, Measured], None] | None = None,
     reporter: Reporter | None = None,
     processes: Processes = ALONE,
 ) -> Recovery:
@@ -250,6 +241,7 @@ def recover(
         execution: how it runs here, the same in all processes.
         vocabulary: leading ids that both models have, as for `distillation_sums`.
         on_step: hears of every step, in each process.
+        on_validation: hears of every validation: steps done, and means over what is held out; likewise.
         reporter: where progress and remarks go; the leader's alone is used.
         processes: those that train together, under `lapcli.parallel.jointly` if there are several.
 
@@ -269,7 +261,8 @@ def recover(
     """
     loop = _Loop(
         student, teacher, stream, plan, settings, folder, lineage, execution or Execution(), vocabulary,
-        on_step or (lambda _done: None), reporter or SilentReporter(), processes,
+        on_step or (lambda _done: None), on_validation or (lambda _step, _found: None),
+        reporter or SilentReporter(), processes,
     )  # fmt: skip
     return loop.run()
 
@@ -314,6 +307,7 @@ class _Loop:
         execution: Execution,
         vocabulary: int | None,
         on_step: Callable[[StepDone], None],
+        on_validation: Callable[[int, Measured], None],
         reporter: Reporter,
         processes: Processes,
     ):
@@ -342,7 +336,8 @@ class _Loop:
         )
         self.parallel = Parallel(self.objective, processes, execution.sharding)
         self.stream, self.settings, self.execution, self.processes = stream, settings, execution, processes
-        self.on_step, self.reporter = on_step, reporter if processes.leader else SilentReporter()
+        self.on_step, self.on_validation = on_step, on_validation
+        self.reporter = reporter if processes.leader else SilentReporter()
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, lineage, keep=execution.keep, reporter=self.reporter)
         self.curve = Curve(folder / CURVE)
         self.optimizer = torch.optim.AdamW(
@@ -387,8 +382,9 @@ class _Loop:
                         raise share.failure
                     if self.step == self.settings.steps:
                         break
-                    self._advance(share)
+                    done = self._advance(share)
                     task.advance()
+                    task.note(done.in_words())
                 stop.hear(int(self._of_all([stop.number])[:, 0].max()))
         except _Diverged as error:
             stopped = str(error)
@@ -483,7 +479,7 @@ class _Loop:
         # Under DDP every process needs some gradient, if it is 0.
         return [1 if self.processes.size > 1 else 0 for _ in mine]
 
-    def _advance(self, share: _Share) -> None:
+    def _advance(self, share: _Share) -> StepDone:
         """One step of the optimiser."""
         begun = time.perf_counter()
         settings = self.settings
@@ -513,6 +509,7 @@ class _Loop:
             },
         )
         self.on_step(done)
+        return done
 
     def _gradient(self, share: _Share) -> tuple[Measured, int | None]:
         """Leave the gradient of a step's loss in the parameters; what was measured, and `StepDone.peak_bytes`.
@@ -562,6 +559,7 @@ class _Loop:
                 )
             self.first, self.last = first, measured
             self._note({"validation": measured.document()})
+            self.on_validation(self.step, measured)
         self.validated = self.step
 
     def _measured_held_out(self) -> Measured:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lapcli.artifacts import Lineage, TensorEntry, atomic_directory, digest_file, write_document
 from lapcli.errors import ArtifactError, FamilyError
-from lapcli.families.fla_library import needs_fla, register_fla
-from lapcli.families.loading import library_class, own_class, packaged_class, runs_its_code
+from lapcli.families.loading import skeleton
 from lapcli.families.registry import family_for
 from lapcli.families.source import INDEX_FILE, ModelSource, companions, refuse_quantised
 from lapcli.reporting import Reporter, SilentReporter
@@ -174,7 +173,7 @@ def rows_on_disk(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    model = _without_weights(source, trust_remote_code)
+    model = skeleton(source, trust_remote_code=trust_remote_code)
     parameters: dict[str, Tensor] = model.state_dict()
     transforms: list[Any] = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -262,31 +261,6 @@ def _check_rows(
             "rows of tensors on disk",
             "load the model, give it the adapter with peft and save it; docs/add-a-family.md says what lapcli needs",
         ) from cause
-
-
-def _without_weights(source: ModelSource, trust_remote_code: bool) -> Any:
-    """The model as `load_model` makes it, of tensors without contents."""
-    if needs_fla(source.config):
-        register_fla(source.config)
-    own = own_class(source.config.get("model_type")) or packaged_class(source, trust_remote_code)
-    trusted = trust_remote_code and runs_its_code(source)
-    with torch.device("meta"):
-        if own is not None:
-            return own(own.config_class.from_pretrained(source.path))
-        from transformers import AutoConfig
-
-        library = library_class(source)
-        if not hasattr(library, "from_config"):
-            return library(library.config_class.from_pretrained(source.path))
-        config: Any = AutoConfig.from_pretrained(source.path, trust_remote_code=trusted, local_files_only=True)
-        if type(config) in library._model_mapping:
-            made: Any = library._model_mapping[type(config)]
-            made = made[0] if isinstance(made, list | tuple) else made
-            # As `from_pretrained` does where a family's text model is what its whole config loads.
-            if made.config_class == getattr(config, "sub_configs", {}).get("text_config"):
-                config = config.get_text_config()
-            return made(config)
-        return library.from_config(config, trust_remote_code=trusted)
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ class WeightsAndBiases:
     """A run of W&B that goes on under the id kept in the folder.
 
     `WANDB_MODE`, `WANDB_PROJECT`, `WANDB_ENTITY` and W&B's other variables count as ever; the project is `lapcli` where
-    none is set. Neither code, command line, git remote nor what is printed is sent. Runs made offline are parts of one
-    run: send them with `wandb sync --append`.
+    none is set. Neither code, command line, git remote nor what is printed is sent. Runs made offline carry the same id
+    and are sent with `wandb sync`.
 
     Args:
         folder: of the training.

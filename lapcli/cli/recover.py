@@ -1,0 +1,301 @@
+"""`lapcli recover`: heal a pruned model by LoRA and distillation."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lapcli.cli import options
+from lapcli.parallel import jointly, launched, processes
+from lapcli.pipeline import stage
+
+if TYPE_CHECKING:
+    from lapcli.artifacts import RunDirectory
+    from lapcli.families.source import ModelSource
+    from lapcli.recipe import RecoverySettings
+    from lapcli.stages.recovery import RecoveryPlan
+
+_METHOD = "What the numbers depend on"
+_MACHINE = "This machine"
+
+
+def _option(text: str, *names: str, panel: str = _METHOD) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("recover", help=stage("recover").summary)(jointly(run))
+
+
+def run(
+    model: Annotated[str | None, typer.Option(help="The model to train. Default: the run's sliced one.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="The model it learns from. Default: the one it was pruned from.")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Take the settings of a recipe's `recovery`; options given here go first.")
+    ] = None,
+    data: options.Data = None,
+    samples: Annotated[
+        int | None, _option("Sequences of all steps together. Default: 32000 (demo models: 512), unless --steps.")
+    ] = None,
+    steps: Annotated[int | None, _option("Optimiser steps, instead of --samples.")] = None,
+    batch_size: Annotated[
+        int | None, _option("Sequences of a step, over all GPUs. Default: 16 (demo models: 8).")
+    ] = None,
+    seq_len: Annotated[int | None, _option("Tokens a sequence. Default: 2048 (demo models: 512).")] = None,
+    lr: Annotated[float | None, _option("Largest learning rate. Default: 1e-4 (demo models: 1e-3).")] = None,
+    lr_min: Annotated[float | None, _option("Last learning rate. Default: a tenth of --lr.")] = None,
+    warmup: Annotated[float | None, _option("Share of the steps in which the rate rises. Default: 0.05.")] = None,
+    weight_decay: Annotated[float | None, _option("Of AdamW. Default: 0.")] = None,
+    kl_weight: Annotated[
+        float | None, _option("w in cross entropy + w T^2 KL; 0: no teacher is loaded. Default: 1.")
+    ] = None,
+    temperature: Annotated[float | None, _option("T in it. Default: 2.")] = None,
+    lora_rank: Annotated[int | None, _option("Rank of the LoRA matrices. Default: 32.")] = None,
+    lora_alpha: Annotated[int | None, _option("LoRA's product counts alpha / rank times. Default: 64.")] = None,
+    lora_target: Annotated[
+        list[str] | None,
+        _option("A module that gets LoRA, by (the end of) its name; may be given often. Default: those of q, k, v."),
+    ] = None,
+    full: Annotated[bool, _option("Train the mixers whole, without LoRA.", "--full")] = False,
+    control: Annotated[
+        bool, _option("Train the unpruned model by the same budget, into RUN/control.", "--control")
+    ] = False,
+    validation: Annotated[int | None, _option("Sequences held out for validation. Default: 64.")] = None,
+    seed: Annotated[int | None, _option("Of LoRA's first values, of the order of text, and of recall.")] = None,
+    gpus: Annotated[
+        int | None, _option("Processes to start, a GPU each (with --device cpu: on the CPU).", panel=_MACHINE)
+    ] = None,
+    sharding: Annotated[
+        str, _option("How several GPUs hold the models: none (DDP, each whole), fsdp (each a share).", panel=_MACHINE)
+    ] = "none",
+    micro_batch: Annotated[
+        int | None,
+        _option("Sequences that a GPU computes at once. Default: about 8192 tokens.", panel=_MACHINE),
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool,
+        _option(
+            "Compute blocks again in the backward pass instead of keeping their activations.",
+            "--gradient-checkpointing",
+            panel=_MACHINE,
+        ),
+    ] = False,
+    validate_every: Annotated[int, _option("Steps between two validations.", panel=_MACHINE)] = 100,
+    save_every: Annotated[int, _option("Steps between two checkpoints.", panel=_MACHINE)] = 100,
+    teacher_device: Annotated[
+        str | None, _option("Where the teacher lies. Default: beside the student.", panel=_MACHINE)
+    ] = None,
+    tracker: Annotated[list[str] | None, _option("Show the curve in tensorboard or wandb too.", panel="Output")] = None,
+    restart: Annotated[
+        bool, _option("Throw an earlier recovery of the run away and begin anew.", "--restart", panel="Output")
+    ] = False,
+    run_path: options.Run = options.DEFAULT_RUN,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernel: options.Kernel = "auto",
+    require_fast: options.RequireFast = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Leave a merged model in `RUN/recovered`, and adapter, curve and checkpoints in `RUN/recovery`."""
+    from lapcli.cli import context, display
+    from lapcli.errors import UsageError
+
+    if sharding not in ("none", "fsdp"):
+        raise UsageError(f"--sharding {sharding!r} is none of none, fsdp")
+    given = {
+        "data": data, "samples": samples, "steps": steps, "batch": batch_size, "seq_len": seq_len, "lr": lr,
+        "lr_min": lr_min, "warmup": warmup, "weight_decay": weight_decay, "kl_weight": kl_weight,
+        "temperature": temperature, "rank": lora_rank, "alpha": lora_alpha, "targets": lora_target or None,
+        "full": full or None, "control": control or None, "validation": validation, "seed": seed,
+    }  # fmt: skip
+    directory = context.run_directory(run_path)
+    settings, student, guide = _request(directory, model, teacher, recipe, given)
+
+    from lapcli.machine import Machine
+    from lapcli.stages.recovery import plan_recovery, recover_into
+
+    reporter = display.DisplayReporter(quiet or as_json)
+    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
+    _check_processes(gpus, device, settings.batch)
+    plan = plan_recovery(
+        student, guide, settings, directory,
+        restart=restart, trust_remote_code=trust_remote_code, reporter=None if launched() else reporter,
+    )  # fmt: skip
+    _check_machine(plan, machine, teacher_device, sharding)
+    if dry_run:
+        _would_do(plan, as_json)
+        return
+    if gpus is not None and gpus > 1 and not launched() and plan.finished is None:
+        from lapcli.launching import launch
+
+        code = launch(sys.argv[1:], gpus)
+        if code:
+            raise SystemExit(code)
+        return
+
+    from lapcli.stages.recovery import micro_batch as default_micro_batch
+    from lapcli.stages.recovery import note_recovery
+    from lapcli.training.engine import Execution
+
+    execution = Execution(
+        micro_batch=micro_batch or default_micro_batch(settings.seq_len),
+        gradient_checkpointing=gradient_checkpointing,
+        validate_every=validate_every,
+        save_every=save_every,
+        sharding=sharding,  # pyright: ignore[reportArgumentType] -- checked above
+    )
+    ours = processes()
+    options_of_stage: dict[str, Any] = {
+        "machine": machine, "teacher_device": teacher_device, "execution": execution, "trackers": tracker or (),
+        "reporter": reporter, "processes": ours,
+    }  # fmt: skip
+    ours.wait()
+    if not ours.leader:
+        recover_into(plan, directory, **options_of_stage)
+        return
+    with directory.lock():
+        result = recover_into(plan, directory, **options_of_stage)
+        note_recovery(plan, directory)
+    if as_json:
+        display.emit(result.document())
+        return
+    if not quiet:
+        _show(result.record)
+    done = "recovered" if result.worked else "nothing to do, it is there already"
+    tasks = "builtin niah"
+    display.closing(f"{done}: {result.output}\nnext: lapcli eval {tasks}{options.run_flag(run_path)}", quiet=quiet)
+
+
+def _request(
+    run: "RunDirectory", model: str | None, teacher: str | None, recipe: Path | None, given: dict[str, Any]
+) -> "tuple[RecoverySettings, ModelSource, ModelSource | None]":
+    """The settings, the model to train and its teacher."""
+    from lapcli.cli import context
+    from lapcli.errors import ArtifactError, RecipeError
+    from lapcli.families.source import resolve_model
+    from lapcli.recipe import RecoverySettings, default_recovery, read_recipe
+    from lapcli.shipped import find_recipe
+    from lapcli.stages.recovery import teacher_of
+
+    base: dict[str, Any] = {}
+    if recipe is not None:
+        path = find_recipe(recipe)
+        found = read_recipe(path).recovery
+        if found is None:
+            raise RecipeError(f"{path} has no `recovery`", "add one, or give the settings as options")
+        base = found.model_dump(exclude_unset=True)
+    chosen = base | {name: value for name, value in given.items() if value is not None}
+    if chosen.get("control") and model is None:
+        if run.read_record() is None:
+            raise ArtifactError(
+                f"there is no run in {run.path} whose base a control could be", "name the unpruned model with --model"
+            )
+        student = context.base_model(None, run)
+    elif model is not None:
+        student = resolve_model(model)
+    elif run.sliced.is_dir():
+        student = resolve_model(str(run.sliced))
+    else:
+        raise ArtifactError(
+            f"there is no sliced model in {run.path}",
+            "make one with `lapcli prune --ratio 0.5`, or name a model with --model",
+        )
+    guide = None
+    if chosen.get("kl_weight") != 0:
+        if teacher is not None:
+            guide = resolve_model(teacher)
+        else:
+            guide = student if chosen.get("control") else teacher_of(student)
+    defaults = default_recovery(student.is_demo or (guide is not None and guide.is_demo))
+    if chosen.get("steps") is not None and given["samples"] is None:
+        for ours in (defaults, chosen):
+            ours.pop("samples", None)
+    elif given["samples"] is not None and given["steps"] is None:
+        chosen.pop("steps", None)
+    if "lr" in chosen and "lr_min" not in chosen:
+        chosen["lr_min"] = chosen["lr"] / 10
+    return context.from_command_line(RecoverySettings, defaults | chosen), student, guide
+
+
+def _check_processes(gpus: int | None, device: str, batch: int) -> None:
+    """Refuse a number of processes that cannot be."""
+    import torch
+
+    from lapcli.errors import UsageError
+
+    if gpus is None or launched():
+        return
+    if gpus < 1:
+        raise UsageError(f"--gpus is {gpus}; it should be at least 1")
+    if batch % gpus:
+        raise UsageError(f"--batch-size {batch} cannot be shared by {gpus} processes", f"make it a multiple of {gpus}")
+    count = torch.cuda.device_count()
+    if device != "cpu" and gpus > count:
+        raise UsageError(
+            f"--gpus is {gpus}, but there are {count} CUDA devices here",
+            f"pass --gpus {count}" if count else "leave --gpus out, or pass --device cpu too for processes on the CPU",
+        )
+    if gpus > 1 and device not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"--device {device}: each of {gpus} processes takes a GPU of its own", "leave --device out")
+
+
+def _check_machine(plan: "RecoveryPlan", machine: Any, teacher_device: str | None, sharding: str) -> None:
+    """Refuse what cannot run here."""
+    from dataclasses import replace
+
+    from lapcli.errors import UsageError
+    from lapcli.families.registry import family_for
+
+    layers = family_for(plan.student.config).layers(plan.student.config)
+    machine.check(plan.student.config, layers, needs_gradient=True)
+    if teacher_device is not None and plan.teacher is not None:
+        if sharding == "fsdp":
+            raise UsageError("--teacher-device: with --sharding fsdp the teacher is spread as the student is")
+        replace(machine, device=teacher_device).check(plan.teacher.config)
+
+
+def _would_do(plan: "RecoveryPlan", as_json: bool) -> None:
+    from lapcli.cli import display
+
+    document = plan.document()
+    if as_json:
+        display.emit({"dry_run": True, **document, "settings": plan.settings.document()})
+        return
+    training = plan.settings.training()
+    share = plan.adapters.trained / max(plan.parameters, 1)
+    facts = {
+        "trains": f"{plan.student.name} ({plan.student.digest[:12]})",
+        "teacher": "none" if plan.teacher is None else f"{plan.teacher.name} ({plan.teacher.digest[:12]})",
+        "stateful layers": len(plan.adapters.layers),
+        "trained": f"{plan.adapters.trained:,} of {plan.parameters:,} numbers ({share:.1%})",
+        "text": f"{plan.settings.data}, {training.steps} steps of {training.batch} x {plan.settings.seq_len} = "
+        f"{plan.settings.tokens:,} tokens",
+        "costs": f"about {plan.operations:.2g} floating-point operations",
+        "goes on": "it is there already" if plan.finished else _goes_on(plan.resumes_after),
+        "writes": f"{plan.folder}/, {plan.output}/",
+    }
+    display.facts("would do (nothing was done)", facts)
+
+
+def _goes_on(step: int | None) -> str:
+    return "begins anew" if step is None else f"after step {step}"
+
+
+def _show(record: dict[str, Any]) -> None:
+    from lapcli.cli import display
+
+    before, after = record["before"], record["after"]
+    if before is None or after is None:
+        return
+    rows = [
+        [name, f"{before[key]:.4f}", f"{after[key]:.4f}"]
+        for name, key in (("loss", "loss"), ("cross entropy", "cross_entropy"), ("KL", "kl"))
+    ]
+    display.table(f"held-out text, after {record['tokens']:,} tokens", ["mean per token", "before", "after"], rows)

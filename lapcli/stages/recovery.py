@@ -1,0 +1,500 @@
+"""Recovery: LoRA and distillation that heal a pruned model; adapter, merged checkpoint, curve and card.
+
+Source: arXiv 2602.04852, Sec. 4.1 and App. A (the recipe); the control, which the paper lacks, is the same training of
+the unpruned model.
+"""
+
+import gc
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lapcli.artifacts import Lineage, RunDirectory, read_document, write_document
+from lapcli.data import check_source, fingerprint, parse_mixture
+from lapcli.errors import ArtifactError, FamilyError
+from lapcli.families.library_kernels import choose_kernels
+from lapcli.families.loading import load_model, load_tokenizer, skeleton
+from lapcli.families.registry import family_for
+from lapcli.families.source import ModelSource, refuse_quantised, resolve_model
+from lapcli.machine import Machine
+from lapcli.parallel import ALONE, Processes
+from lapcli.recipe import RecoverySettings
+from lapcli.reporting import Reporter, SilentReporter
+from lapcli.stages.calibration import check_length
+from lapcli.stages.evaluation_file import forget_stale
+from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage
+from lapcli.training.adapters import AdapterPlan, apply_adapters, plan_adapters, save_adapter, trained_state
+from lapcli.training.card import recovery_card
+from lapcli.training.checkpoints import latest_step
+from lapcli.training.curve import Curve
+from lapcli.training.distillation import align_vocabularies
+from lapcli.training.engine import (
+    CHECKPOINTS,
+    CURVE,
+    Execution,
+    Recovery,
+    StepDone,
+    recover,
+    training_lineage,
+)
+from lapcli.training.merging import merge
+from lapcli.training.picture import draw_curve
+from lapcli.training.reload import Reloaded, check_reload
+from lapcli.training.stream import TrainingStream
+from lapcli.training.trackers import open_tracker
+
+KIND = "recovery"
+SUMMARY = "recovery.json"
+ADAPTER = "adapter"
+PICTURE = "curve.png"
+
+_MEND = "pass --restart to begin anew, or --run DIR to keep both"
+_CHECKED_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class RecoveryPlan:
+    """What recovery will do.
+
+    Attributes:
+        student: the model that is trained.
+        teacher: the model it learns from; `None` where the KL counts nothing.
+        settings: of the recovery.
+        folder: where checkpoints, curve and adapter lie.
+        output: the merged model's directory.
+        adapters: what is trained, of a model without weights.
+        parameters: numbers in the student.
+        operations: of the whole training, in floating point: two for each number and token in a forward pass, as many
+            for the gradients of activations, and again for those of what is trained.
+        vocabulary: leading ids that both models have, or `None` without a teacher.
+        resumes_after: the step after which training goes on, or `None`.
+        finished: what came of it, where it is there already.
+        restart: whether an earlier recovery is thrown away.
+    """
+
+    student: ModelSource
+    teacher: ModelSource | None
+    settings: RecoverySettings
+    folder: Path
+    output: Path
+    adapters: AdapterPlan
+    parameters: int
+    operations: float
+    vocabulary: int | None
+    resumes_after: int | None
+    finished: Lineage | None
+    restart: bool
+
+    def document(self) -> dict[str, Any]:
+        """The plan, JSON-able."""
+        training = self.settings.training()
+        return {
+            "student": self.student.name,
+            "teacher": None if self.teacher is None else self.teacher.name,
+            "layers": len(self.adapters.layers),
+            "trained_parameters": self.adapters.trained,
+            "parameters": self.parameters,
+            "steps": training.steps,
+            "tokens": self.settings.tokens,
+            "operations": self.operations,
+            "resumes_after": self.resumes_after,
+            "finished": self.finished is not None,
+            "writes": [str(self.folder), str(self.output)],
+        }
+
+
+@dataclass(frozen=True)
+class RecoveryResult:
+    """What recovery left.
+
+    Attributes:
+        output: the merged model's directory.
+        adapter: the adapter's.
+        record: steps, tokens, seconds, validation before and after, the check of the merged model.
+        worked: whether anything was done now.
+    """
+
+    output: Path
+    adapter: Path
+    record: dict[str, Any]
+    worked: bool
+
+    def document(self) -> dict[str, Any]:
+        """The result, JSON-able."""
+        return {"recovered": str(self.output), "adapter": str(self.adapter), "worked": self.worked, **self.record}
+
+
+def teacher_of(student: ModelSource) -> ModelSource:
+    """The model that a slice was made from, as it was then.
+
+    Raises:
+        ArtifactError: lapcli did not slice it, or the model has changed since.
+        ModelError: it is no longer where it was.
+    """
+    lineage = sliced_lineage(student.path)
+    if lineage is None:
+        raise ArtifactError(
+            f"{student.name} holds no {LINEAGE_FILE} that says what it was pruned from",
+            "name that model with --teacher",
+        )
+    name, revision, digest = (lineage.model.get(key) for key in ("name", "revision", "digest"))
+    teacher = resolve_model(str(name), revision)
+    if teacher.digest != digest:
+        raise ArtifactError(
+            f"{name} has changed since {student.name} was made from it ({str(digest)[:12]} then, "
+            f"{teacher.digest[:12]} now)",
+            "put it back, or name the teacher with --teacher",
+        )
+    return teacher
+
+
+def plan_recovery(
+    student: ModelSource,
+    teacher: ModelSource | None,
+    settings: RecoverySettings,
+    run: RunDirectory,
+    *,
+    restart: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> RecoveryPlan:
+    """Check a request and say what it means, without reading any weights.
+
+    Args:
+        student: the model to train.
+        teacher: the model it learns from; `None` where `settings.kl_weight` is 0.
+        settings: of the recovery.
+        run: the run directory.
+        restart: whether an earlier recovery in it gives way.
+        overwrite: whether one of other inputs does.
+        trust_remote_code: whether code in a model's directory may run.
+        reporter: hears where vocabularies differ by padding.
+
+    Raises:
+        LapcliError: whatever `recover` would refuse and can be known now.
+    """
+    model, adapters, vocabulary = check_recovery(
+        student, teacher, settings, trust_remote_code=trust_remote_code, reporter=reporter
+    )
+    folder, output = (run.control_recovery, run.control) if settings.control else (run.recovery, run.recovered)
+    there = None
+    if not restart:
+        try:
+            there = _finished(student, teacher, settings, folder, output)
+        except ArtifactError:
+            if not overwrite:
+                raise
+            restart = True
+    active = sum(parameter.numel() for parameter in model.parameters()) - _looked_up(model)
+    return RecoveryPlan(
+        student=student,
+        teacher=teacher,
+        settings=settings,
+        folder=folder,
+        output=output,
+        adapters=adapters,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        operations=settings.tokens * (2.0 * active * (2 if teacher is None else 3) + 2.0 * adapters.trained),
+        vocabulary=vocabulary,
+        resumes_after=None if restart else latest_step(folder / CHECKPOINTS),
+        finished=there,
+        restart=restart,
+    )
+
+
+def check_recovery(
+    student: ModelSource,
+    teacher: ModelSource | None,
+    settings: RecoverySettings,
+    *,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> tuple[Any, AdapterPlan, int | None]:
+    """Refuse what can be known to fail of models, text and adapters; a model's base may stand in for it.
+
+    Returns:
+        The student without weights, what is trained in it, and the leading ids that student and teacher share (`None`
+        without a teacher).
+
+    Raises:
+        LapcliError: see `plan_recovery`.
+    """
+    for source in (student, teacher):
+        if source is not None:
+            refuse_quantised(source.config, source.name)
+            assert source.headers  # raises where there are no safetensors, or damaged ones
+            source.check_tokenizer()
+            check_length(source, settings.seq_len)
+    for part in parse_mixture(settings.data):
+        check_source(part.name)
+    model = skeleton(student, trust_remote_code=trust_remote_code)
+    adapters = plan_adapters(
+        model, student.config, full=settings.full, targets=settings.targets, rank=settings.rank, alpha=settings.alpha
+    )
+    vocabulary = None
+    if teacher is not None:
+        sizes = [
+            made.get_output_embeddings().weight.shape[0]
+            for made in (model, skeleton(teacher, trust_remote_code=trust_remote_code))
+        ]
+        tokenizers = [load_tokenizer(source, trust_remote_code=trust_remote_code) for source in (student, teacher)]
+        vocabulary = align_vocabularies(sizes[0], sizes[1], tokenizers[0], tokenizers[1], reporter)
+    return model, adapters, vocabulary
+
+
+def _looked_up(model: Any) -> int:
+    """Numbers of an embedding that is no output layer as well: they are read, not multiplied."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return 0 if embedding is head else embedding.numel()
+
+
+def _finished(
+    student: ModelSource, teacher: ModelSource | None, settings: RecoverySettings, folder: Path, output: Path
+) -> Lineage | None:
+    """What an earlier recovery of these inputs left, if it is whole."""
+    if not (folder / SUMMARY).is_file():
+        return None
+    found = read_document(folder / SUMMARY, KIND)
+    refuse_stale(recovery_lineage(student, teacher, settings), found, folder / SUMMARY, _MEND)
+    whole = (output / LINEAGE_FILE).is_file() and (folder / ADAPTER / LINEAGE_FILE).is_file()
+    return found if whole else None
+
+
+def recovery_lineage(student: ModelSource, teacher: ModelSource | None, settings: RecoverySettings) -> Lineage:
+    """What a recovery is known by: models, settings, and the text as it is now."""
+    document = settings.document()
+    # Two ways to ask for one budget are one request.
+    document |= {"samples": None, "steps": settings.training().steps}
+    return Lineage(
+        kind=KIND,
+        model=student.describe(),
+        family=family_for(student.config).name,
+        settings=document,
+        parents={
+            "tokenizer": student.tokenizer_digest,
+            **fingerprint(settings.data),
+            **({} if teacher is None else {"teacher": teacher.digest}),
+        },
+    )
+
+
+def recover_into(
+    plan: RecoveryPlan,
+    run: RunDirectory,
+    *,
+    machine: Machine | None = None,
+    teacher_device: str | None = None,
+    execution: Execution | None = None,
+    trackers: Sequence[str] = (),
+    reporter: Reporter | None = None,
+    processes: Processes = ALONE,
+) -> RecoveryResult:
+    """Train, or go on where training was stopped; then write adapter, merged model, card and picture.
+
+    Args:
+        plan: of `plan_recovery`.
+        run: the run directory; the leading process holds its lock.
+        machine: where it runs.
+        teacher_device: where the teacher lies instead.
+        execution: how training runs.
+        trackers: "tensorboard", "wandb": who else hears of the curve.
+        reporter: where progress goes.
+        processes: those that train together.
+
+    Raises:
+        LapcliError: see `lapcli.training.engine.recover`; or the merged model does not compute what the trained one
+            computes.
+    """
+    machine, reporter = machine or Machine(), reporter or SilentReporter()
+    adapter = plan.folder / ADAPTER
+    if plan.finished is not None:
+        reporter.notice(f"{plan.output} is there already")
+        return RecoveryResult(plan.output, adapter, plan.finished.record, worked=False)
+    if plan.restart and processes.leader:
+        for folder in (plan.folder, plan.output):
+            _throw_away(folder)
+    processes.wait()
+    begun = time.monotonic()
+    training, state, sample = _train(plan, machine, teacher_device, execution, trackers, reporter, processes)
+    record: dict[str, Any] = {
+        "step": training.step,
+        "tokens": training.tokens,
+        "before": None if training.first is None else asdict(training.first),
+        "after": None if training.last is None else asdict(training.last),
+        "stopped": training.stopped,
+        "processes": processes.size,
+    }
+    if not processes.leader:
+        return RecoveryResult(plan.output, adapter, record, worked=True)
+    lineage = recovery_lineage(plan.student, plan.teacher, plan.settings)
+    lines = Curve(plan.folder / CURVE).lines()
+    record["seconds"] = round(sum(line.get("seconds", 0.0) for line in lines), 1)
+    save_adapter(
+        adapter, plan.student, plan.adapters, state,
+        settings={key: value for key, value in lineage.settings.items() if key not in ("rank", "alpha")},
+        parents=dict(lineage.parents), overwrite=True,
+    )  # fmt: skip
+    draw_curve(lines, plan.folder / PICTURE)
+    record["reloaded"] = asdict(_merge(plan, adapter, record, sample, machine, reporter))
+    write_document(plan.folder / SUMMARY, replace(lineage, record={**record, "wall_seconds": time.monotonic() - begun}))
+    label = "control" if plan.settings.control else "recovered"
+    forget_stale(run.evaluation, label, resolve_model(str(plan.output)).digest, reporter)
+    return RecoveryResult(plan.output, adapter, record, worked=True)
+
+
+def micro_batch(seq_len: int) -> int:
+    """Sequences to compute at once where nobody says: as many as are about 8192 tokens."""
+    return max(1, 8192 // seq_len)
+
+
+def note_recovery(plan: RecoveryPlan, run: RunDirectory) -> None:
+    """Add a finished recovery to `run.json`; a run that began with it has the teacher for its base."""
+    record = run.read_record()
+    base = record["model"] if record else (plan.teacher or plan.student).describe()
+    run.note(base, "recover", {"recovery": plan.settings.document()})
+
+
+def _throw_away(folder: Path) -> None:
+    """Remove what an earlier recovery left, and nothing that is not lapcli's.
+
+    Raises:
+        ArtifactError: the folder holds something else.
+    """
+    if not folder.exists():
+        return
+    ours = {CHECKPOINTS, CURVE, ADAPTER, SUMMARY, PICTURE, LINEAGE_FILE}
+    if not ours & {entry.name for entry in folder.iterdir()}:
+        raise ArtifactError(f"{folder} is there, but lapcli did not write it", "remove it, or pass another --run DIR")
+    shutil.rmtree(folder)
+
+
+def _train(
+    plan: RecoveryPlan,
+    machine: Machine,
+    teacher_device: str | None,
+    execution: Execution | None,
+    trackers: Sequence[str],
+    reporter: Reporter,
+    processes: Processes,
+) -> tuple[Recovery, dict[str, torch.Tensor], list[int]]:
+    """Train on all processes; how it ended, what was trained (whole, in memory), and some held-out tokens."""
+    settings = plan.settings
+    tokenizer = load_tokenizer(plan.student, trust_remote_code=machine.trust_remote_code)
+    stream = TrainingStream(
+        settings.data, tokenizer, settings.seq_len, seed=settings.seed,
+        rank=processes.rank, world=processes.size, reporter=reporter if processes.leader else None,
+    )  # fmt: skip
+    student = _loaded(plan.student, machine)
+    machine.announce(student, reporter, needs_gradient=True)
+    _use_right_gradients(student, reporter)
+    adapters = plan_adapters(
+        student, plan.student.config,
+        full=settings.full, targets=settings.targets, rank=settings.rank, alpha=settings.alpha,
+    )  # fmt: skip
+    # peft draws the first values of LoRA.
+    torch.manual_seed(settings.seed)
+    student = apply_adapters(student, adapters)
+    teacher = None
+    if plan.teacher is not None:
+        place = machine if teacher_device is None else replace(machine, device=teacher_device)
+        teacher = _loaded(plan.teacher, place)
+    training = settings.training()
+    shown = open_tracker(trackers if processes.leader else (), plan.folder, settings.document(), plan.output.name)
+    try:
+        ended = recover(
+            student,
+            teacher,
+            stream,
+            adapters,
+            training,
+            plan.folder,
+            lineage=training_lineage(plan.student, plan.teacher, adapters, training),
+            execution=execution,
+            vocabulary=plan.vocabulary,
+            on_step=lambda done: shown.log(done.step, _shown(done)),
+            on_validation=lambda step, found: shown.log(step, {"validation": found.document()}),
+            reporter=reporter,
+            processes=processes,
+        )
+    finally:
+        shown.close()
+    state = trained_state(student)
+    held_out = stream.held_out(training.validation)
+    # Where nothing is held out, any tokens do: the two models are compared with each other.
+    sample = held_out[0].ids.tolist() if held_out else next(stream).ids.tolist()
+    return ended, state, sample[:_CHECKED_TOKENS]
+
+
+def _loaded(source: ModelSource, machine: Machine) -> Any:
+    return load_model(
+        source,
+        device=machine.torch_device(),
+        dtype=machine.torch_dtype(source.config),
+        kernel=machine.kernel,
+        trust_remote_code=machine.trust_remote_code,
+    )
+
+
+def _use_right_gradients(model: Any, reporter: Reporter) -> None:
+    """Take fla out of a library's model where its gated backward pass is wrong; lapcli's own models see to it.
+
+    Raises:
+        FamilyError: the model is fla's own, so that nothing else can run it.
+    """
+    from lapkernels.delta_rule.fla_backend import why_wrong
+
+    wrong = why_wrong(model.device, gated=True, needs_gradient=True) if model.device.type == "cuda" else None
+    if wrong is None or hasattr(model, "kernel_choice"):
+        return
+    if type(model).__module__.startswith("fla."):
+        # fla's models of gates a channel (GLA, KDA) do not go through the kernel that is wrong.
+        if getattr(model.config, "model_type", None) == "gated_deltaproduct":
+            raise FamilyError(wrong, "pip install tilelang (with nvcc), or triton 3.7.1 or newer")
+        return
+    replaced = choose_kernels(model, "cuda", without={"fla"})
+    if replaced:
+        reporter.warn(
+            f"{wrong}: transformers' PyTorch functions run instead of {', '.join(replaced)}. That is right and much "
+            "slower; install tilelang (with nvcc), or triton 3.7.1 or newer, for fla's"
+        )
+
+
+def _shown(done: StepDone) -> dict[str, Any]:
+    return {**done.measured.document(), "learning_rate": done.learning_rate, "gradient_norm": done.gradient_norm}
+
+
+def _merge(
+    plan: RecoveryPlan,
+    adapter: Path,
+    record: dict[str, Any],
+    sample: list[int],
+    machine: Machine,
+    reporter: Reporter,
+) -> Reloaded:
+    """Write the merged model under its name, once a fresh process has found that it computes what was trained."""
+    # The student and the teacher are garbage by now.
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    unchecked = plan.output.with_name(f".{plan.output.name}.unchecked")
+    shutil.rmtree(unchecked, ignore_errors=True)
+    try:
+        merge(
+            plan.student, adapter, unchecked,
+            card=recovery_card(plan.student, plan.teacher, plan.settings, record),
+            trust_remote_code=machine.trust_remote_code, reporter=reporter,
+        )  # fmt: skip
+        with reporter.task("reading the merged model in a fresh process"):
+            found = check_reload(plan.student, plan.settings, adapter, unchecked, sample, machine)
+        if plan.output.exists():
+            _throw_away(plan.output)
+        unchecked.rename(plan.output)
+    finally:
+        shutil.rmtree(unchecked, ignore_errors=True)
+    return found

@@ -1,0 +1,52 @@
+"""The training curve as a picture."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lapcli.artifacts import atomic_file
+from lapcli.errors import LapcliError
+
+
+def draw_curve(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Draw loss, cross entropy and KL against tokens, validation beside them, readable in black and white.
+
+    Args:
+        lines: of `lapcli.training.curve.Curve`.
+        path: the PNG to write.
+
+    Raises:
+        LapcliError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise LapcliError("drawing the training curve needs matplotlib", "pip install matplotlib") from error
+    tokens = {0: 0}
+    steps: list[Mapping[str, Any]] = []
+    validations: list[Mapping[str, Any]] = []
+    for line in lines:
+        if "tokens" in line:
+            tokens[line["step"]] = line["tokens"]
+            steps.append(line)
+        elif "validation" in line:
+            validations.append(line)
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 1, sharex=True)
+    for axes, name, label in zip(
+        panels, ("cross_entropy", "kl"), ("cross entropy", "KL from the teacher"), strict=True
+    ):
+        axes.plot([line["tokens"] for line in steps], [line[name] for line in steps], "-", color="0.6", lw=0.8)
+        axes.plot(
+            [tokens.get(line["step"], 0) for line in validations],
+            [line["validation"][name] for line in validations],
+            "ko--", ms=4, lw=1,
+        )  # fmt: skip
+        axes.set_ylabel(f"{label}, nats a token")
+        axes.grid(alpha=0.3)
+    panels[0].legend(["training step", "validation"], frameon=False)
+    panels[-1].set_xlabel("tokens")
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
