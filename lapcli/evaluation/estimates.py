@@ -110,6 +110,34 @@ def jackknife(items: Sequence[Any], value: Callable[[list[Any]], float]) -> Esti
     return Estimate(value=whole, stderr=_stderr(influences), n=n, method="jackknife", influences=influences)
 
 
+def average(parts: Sequence[Estimate], weights: Sequence[float] | None = None) -> Estimate:
+    """The mean of independent estimates, such as those of several tasks.
+
+    Its standard error is the root of the weighted sum of their variances (of `n` equal weights: the root of the summed
+    variances, over `n`); there is none where a part has none. The influences of the parts are scaled so that they give
+    just this, and so that two such means of the same items can be compared item by item.
+
+    Args:
+        parts: the estimates, at least one.
+        weights: of each, of any scale; `None`: all equal.
+    """
+    given = weights or [1.0] * len(parts)
+    shares = [weight / math.fsum(given) for weight in given]
+    value = math.fsum(share * part.value for share, part in zip(shares, parts, strict=True))
+    n = sum(part.n for part in parts)
+    if any(part.stderr is None for part in parts):
+        return Estimate(value=value, stderr=None, n=n, method="mean")
+    errors = [share * part.stderr for share, part in zip(shares, parts, strict=True) if part.stderr is not None]
+    count = sum(len(part.influences) for part in parts)
+    influences: list[float] = []
+    if all(len(part.influences) == part.n > 1 for part in parts):
+        for share, part in zip(shares, parts, strict=True):
+            # Each part has its own n / (n - 1); pooled they get that of all.
+            scale = share * math.sqrt(part.n / (part.n - 1) * (count - 1) / count)
+            influences += [scale * influence for influence in part.influences]
+    return Estimate(value=value, stderr=math.hypot(*errors), n=n, method="mean", influences=tuple(influences))
+
+
 def gap(base: Estimate, other: Estimate) -> Gap:
     """What `other` has more than `base`; paired when both hold influences of the same items.
 

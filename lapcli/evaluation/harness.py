@@ -6,30 +6,61 @@ from the terminal.
 
 import contextlib
 import hashlib
+import importlib
 import io
 import json
 import logging
+import math
 import os
 import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lapcli.artifacts.digest import digest_document
 from lapcli.errors import DataError, LapcliError, ModelError, UsageError
-from lapcli.evaluation.estimates import Estimate, bits, jackknife, mean, perplexity
+from lapcli.evaluation.estimates import Estimate, average, bits, jackknife, mean, perplexity
 from lapcli.evaluation.local_data import LOCAL_TASKS, describe_layouts, find_hub_copy, find_local
 from lapcli.evaluation.results import Score
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.evaluation.settings import EvaluationSettings
-from lapcli.evaluation.tasks import unknown_task
+from lapcli.evaluation.summaries import XSUM, XSUM_DATA, xsum_task
+from lapcli.evaluation.tasks import TASKS, TaskInfo, unknown_task
 from lapcli.evaluation.tokenization import adds_bos, tokenizer_digest
 from lapcli.reporting import Reporter
 
 _NOISY_LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx", "fsspec", "evaluate", "transformers")
 _PROBE_SECONDS = 3.0
+
+# Where lm-eval defines the tasks that we have names for: reading these folders takes none of the seven seconds of all.
+_FOLDERS = {
+    "wikitext": "wikitext",
+    "lambada_openai": "lambada",
+    "arc_easy": "arc",
+    "arc_challenge": "arc",
+    "hellaswag": "hellaswag",
+    "piqa": "piqa",
+    "winogrande": "winogrande",
+    "boolq": "super_glue/boolq",
+    "openbookqa": "openbookqa",
+    "mmlu": "mmlu/default",
+    "logiqa": "logiqa",
+    "squad_completion": "squad_completion",
+    "swde": "swde",
+    "fda": "fda",
+    "cnn_dailymail_abisee": "cnn_dailymail",
+    **dict.fromkeys(TASKS["longbench"].members, "longbench"),
+}
+
+# Tasks that are classes, which read no configuration: their data can be changed in a subclass alone.
+_CLASSES = {
+    "squad_completion": ("lm_eval.tasks.squad_completion.task", "SQUADCompletion"),
+    "swde": ("lm_eval.tasks.swde.task", "SWDE"),
+    "fda": ("lm_eval.tasks.fda.task", "FDA"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,20 +70,22 @@ class HarnessTask:
     Attributes:
         name: as typed here.
         loaded: what `TaskManager.load` returned.
+        notes: what a local copy lacks of the hub's data.
     """
 
     name: str
     loaded: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse names that lm-eval does not know. Those that lapcli has local layouts for need no look.
+    """Refuse names that lm-eval does not know. Those that lapcli names itself need no look.
 
     Raises:
         UsageError: a name is unknown; the nearest is named.
         ModelError: lm-eval is not installed.
     """
-    others = [name for name in names if name not in LOCAL_TASKS]
+    others = [name for name in names if name not in _FOLDERS and name != XSUM]
     if not others:
         require_lm_eval()
         return
@@ -63,6 +96,40 @@ def check_names(names: Sequence[str]) -> None:
     for name in others:
         if name not in known:
             raise unknown_task(name, known)
+
+
+def check_packages(infos: Sequence[TaskInfo]) -> None:
+    """Refuse tasks that need packages that are not installed.
+
+    Raises:
+        ModelError: says what to install.
+    """
+    for info in infos:
+        missing = [package for package in info.packages if not _installed(package)]
+        if missing:
+            raise ModelError(
+                f"{info.name} needs packages that are not installed: {', '.join(missing)}",
+                f"pip install {' '.join(missing)}",
+            )
+
+
+def metrics_of(info: TaskInfo) -> tuple[str, ...] | None:
+    """The metrics that a task will give, as far as that can be known before it is run.
+
+    Returns:
+        Their names; `None` where lm-eval's definition does not list them.
+    """
+    if info.metrics or info.harness_name is None:
+        return info.metrics
+    if not _installed():
+        return None
+    entry = _manager([info.harness_name]).task_index.get(info.harness_name)
+    config = getattr(entry, "cfg", None) or {}
+    listed = config.get("metric_list") or config.get("aggregate_metric_list")
+    # Filters add to the names, and process_results gives metrics of its own.
+    if not listed or config.get("filter_list") or config.get("process_results"):
+        return None
+    return tuple(metric["metric"] for metric in listed)
 
 
 def require_lm_eval() -> None:
@@ -90,17 +157,17 @@ def load_task(name: str, harness_name: str, task_data: Path | None) -> HarnessTa
     manager = _manager([harness_name])
     data_sets = _data_sets(manager, harness_name)
     local: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
     if task_data is not None:
-        local = _local_override(harness_name, data_sets, task_data)
+        local, notes = _local_override(harness_name, data_sets, task_data)
         if local is None and harness_name in LOCAL_TASKS:
             raise DataError(
                 f"{name}: {task_data} holds no copy of its data",
                 f"looked for {describe_layouts(harness_name, next(iter(data_sets), None))} (DIR is --task-data)",
             )
-    spec = harness_name if local is None else _with_override(manager, harness_name, local)
     with _quiet(), contextlib.nullcontext() if local else _offline_without_network():
         try:
-            loaded = manager.load([spec])
+            loaded = manager.load([_spec(manager, harness_name, local or {})])
         except LapcliError:
             raise
         except ImportError as error:
@@ -115,7 +182,12 @@ def load_task(name: str, harness_name: str, task_data: Path | None) -> HarnessTa
             raise UsageError(f"{name} runs code that the model writes; lapcli does not run it")
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
-    return HarnessTask(name=name, loaded=loaded)
+        if harness_name in _CLASSES:
+            # Each of them says "until a newline, 48 tokens at most" of what is not set, and lm-eval's defaults for all
+            # tasks set both (a blank line, 256 tokens). The task's own word is what its authors measured with.
+            greedy = {"do_sample": False, "temperature": 0.0}
+            task.set_config(key="generation_kwargs", value=greedy)
+    return HarnessTask(name=name, loaded=loaded, notes=notes)
 
 
 def measure_harness(
@@ -143,6 +215,42 @@ def measure_harness(
     Raises:
         ModelError: the model gives logits that are not numbers, or memory runs out.
     """
+    found, model = run_harness(task, loaded, settings, max_length=max_length, batch_size=batch_size, reporter=reporter)
+    shared = {
+        "max_length": max_length,
+        "bos": settings.bos,
+        "adds_bos": adds_bos(loaded.tokenizer) if settings.bos == "auto" else settings.bos == "always",
+        "start_token": str(loaded.tokenizer.convert_ids_to_tokens(model.prefix_token_id)),
+        "limit": settings.limit,
+        "tokenizer": tokenizer_digest(loaded.tokenizer),
+    }
+    scores: list[Score] = []
+    names = list(task.loaded["tasks"])
+    for name, part in task.loaded["tasks"].items():
+        shown = task.name if names == [name] else name
+        scores += _scores(shown, name, part, found, shared, settings.seed)
+    for name, group in task.loaded.get("groups", {}).items():
+        scores += _group_scores(name, group, found, shared, scores)
+    return [replace(score, notes=task.notes) for score in scores]
+
+
+def run_harness(
+    task: HarnessTask,
+    loaded: LoadedModel,
+    settings: EvaluationSettings,
+    *,
+    max_length: int,
+    batch_size: int | None,
+    reporter: Reporter,
+) -> tuple[dict[str, Any], Any]:
+    """What `measure_harness` takes its scores from.
+
+    Returns:
+        What lm-eval's `evaluate` found, with its samples, and lm-eval's view of the model.
+
+    Raises:
+        ModelError: as `measure_harness`.
+    """
     with _quiet() as quiet:
         from lm_eval.defaults import DEFAULT_OTHER_SEED
         from lm_eval.evaluator import evaluate as run
@@ -164,22 +272,7 @@ def measure_harness(
         loaded_tasks: Any = task.loaded
         found: Any = run(lm=model, task_dict=loaded_tasks, limit=settings.limit, bootstrap_iters=0, log_samples=True)
     assert found is not None
-    shared = {
-        "max_length": max_length,
-        "bos": settings.bos,
-        "adds_bos": adds_bos(loaded.tokenizer) if settings.bos == "auto" else settings.bos == "always",
-        "start_token": str(loaded.tokenizer.convert_ids_to_tokens(model.prefix_token_id)),
-        "limit": settings.limit,
-        "tokenizer": tokenizer_digest(loaded.tokenizer),
-    }
-    scores: list[Score] = []
-    names = list(task.loaded["tasks"])
-    for name, part in task.loaded["tasks"].items():
-        shown = task.name if names == [name] else name
-        scores += _scores(shown, name, part, found, shared, settings.seed)
-    for name in task.loaded.get("groups", {}):
-        scores += _group_scores(name, found, shared)
-    return scores
+    return found, model
 
 
 def _scores(
@@ -193,6 +286,11 @@ def _scores(
         "num_fewshot": task.get_config("num_fewshot"),
         "seed": seed if task.get_config("num_fewshot") else None,
     }
+    calls = (call for sample in samples for call in sample["arguments"])
+    # Requests for text have settings of their own beside the prompt.
+    generation = {json.dumps(call[1], sort_keys=True) for call in calls if isinstance(call[-1], dict)}
+    if generation:
+        settings["generation"] = "; ".join(sorted(generation))
     scores: list[Score] = []
     for entry, value in found["results"][name].items():
         metric, _, rule = entry.partition(",")
@@ -212,25 +310,44 @@ def _scores(
     return scores
 
 
-def _group_scores(name: str, found: Mapping[str, Any], shared: Mapping[str, Any]) -> list[Score]:
-    """The means that lm-eval gives a group; their parts have the standard errors."""
+def _group_scores(
+    name: str, group: Any, found: Mapping[str, Any], shared: Mapping[str, Any], parts: Sequence[Score]
+) -> list[Score]:
+    """The means that lm-eval gives a group, with the standard errors that follow from its tasks'."""
     directions = found["higher_is_better"].get(name) or {}
-    parts = found["group_subtasks"].get(name, [])
-    n = sum(found["n-samples"][part]["effective"] for part in parts if part in found["n-samples"])
-    return [
-        Score(
-            task=name,
-            metric=entry.partition(",")[0],
-            higher_is_better=directions.get(entry.partition(",")[0]),
-            estimate=Estimate(value=float(value), stderr=None, n=n, method="mean"),
-            settings={**shared, "version": str(found["versions"].get(name)), "parts": ", ".join(parts)},
+    leaves = [task.task_name for task in group.get_all_tasks()]
+    by_size = {entry.metric: entry.weight_by_size for entry in group.aggregate_metric_list or ()}
+    scores: list[Score] = []
+    for entry, value in found["results"].get(name, {}).items():
+        metric, _, rule = entry.partition(",")
+        if not rule or "_stderr" in entry or not isinstance(value, int | float):
+            continue
+        shown = metric if rule == "none" else f"{metric} ({rule})"
+        members = [score for score in parts if score.task in leaves and score.metric == shown]
+        estimates = [score.estimate for score in members]
+        weights = [estimate.n for estimate in estimates] if by_size.get(metric) else None
+        ours = average(estimates, weights) if estimates and all(estimate.n for estimate in estimates) else None
+        if ours is None or not math.isclose(ours.value, value, rel_tol=1e-9, abs_tol=1e-12):
+            ours = Estimate(value=float(value), stderr=None, n=sum(estimate.n for estimate in estimates), method="mean")
+        scores.append(
+            Score(
+                task=name,
+                metric=shown,
+                higher_is_better=directions.get(metric),
+                estimate=ours,
+                settings={
+                    **shared,
+                    "version": str(found["versions"].get(name)),
+                    "parts": ", ".join(leaves),
+                    "data": digest_document([score.settings["data"] for score in members]),
+                },
+            )
         )
-        for entry, value in found["results"].get(name, {}).items()
-        if "," in entry and "_stderr" not in entry and isinstance(value, int | float)
-    ]
+    return scores
 
 
 def _estimate(value: float, items: Sequence[Any], aggregation: Any) -> Estimate:
+    import numpy
     from lm_eval.api import metrics
 
     if not items:
@@ -241,7 +358,8 @@ def _estimate(value: float, items: Sequence[Any], aggregation: Any) -> Estimate:
         return bits(*zip(*items, strict=True))
     if aggregation is metrics.perplexity:
         return perplexity(items, [1] * len(items))
-    if aggregation is metrics.mean or aggregation is None:
+    # Classes of tasks take numpy's mean.
+    if aggregation in (metrics.mean, numpy.mean, None):
         return mean([float(item) for item in items])
     return jackknife(items, aggregation)
 
@@ -255,13 +373,13 @@ def _samples_digest(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _manager(names: Sequence[str]) -> Any:
-    """A task manager that knows the names; the whole index takes seven seconds, two folders none."""
+    """A task manager that knows the names; the whole index takes seven seconds, a few folders none."""
     with _quiet():
         import lm_eval.tasks
 
-        if all(name in LOCAL_TASKS for name in names):
+        if all(name in _FOLDERS or name == XSUM for name in names):
             root = Path(lm_eval.tasks.__file__).parent
-            folders: list[str | Path] = [root / folder for folder in ("wikitext", "lambada")]
+            folders: list[str | Path] = [root / _FOLDERS[name] for name in names if name in _FOLDERS]
             return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
         global _whole_index
         if _whole_index is None:
@@ -273,13 +391,25 @@ _whole_index: Any = None
 
 
 def _data_sets(manager: Any, name: str) -> list[str]:
-    """The hub data sets that the task names; empty for a group."""
-    data_set = (getattr(manager.task_index.get(name), "cfg", None) or {}).get("dataset_path")
+    """The hub data sets that the task, or the members of the group, name."""
+    if name == XSUM:
+        return [XSUM_DATA]
+    if name in _CLASSES:
+        return [_class(name).DATASET_PATH]
+    entry = manager.task_index.get(name)
+    config = getattr(entry, "cfg", None) or {}
+    members = config.get("task") if isinstance(config.get("task"), list) else []
+    if entry is not None and entry.kind.name == "TAG":
+        members = sorted(entry.tags)  # the tasks that bear it
+    if members:
+        names = [member if isinstance(member, str) else member.get("task") for member in members]
+        return list(dict.fromkeys(data for part in names if part for data in _data_sets(manager, part)))
+    data_set = config.get("dataset_path")
     return [data_set] if isinstance(data_set, str) and data_set else []
 
 
-def _local_override(name: str, data_sets: Sequence[str], folder: Path) -> dict[str, Any] | None:
-    """The part of the task's configuration that reads local data in place of the hub's."""
+def _local_override(name: str, data_sets: Sequence[str], folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """The part of the task's configuration that reads local data in place of the hub's, and what the data lacks."""
     found = find_local(name, folder)
     if found is not None:
         path, local = found
@@ -291,17 +421,47 @@ def _local_override(name: str, data_sets: Sequence[str], folder: Path) -> dict[s
             return {local.split: Dataset.from_list(records)}
 
         # The other splits are not there, and these tasks ask none of them.
-        return {"custom_dataset": build, "training_split": None, "validation_split": None, "num_fewshot": 0}
-    for data_set in data_sets:
-        copy = find_hub_copy(data_set, folder)
+        splits = {f"{split}_split": None for split in ("training", "validation", "test") if split != local.split}
+        note = local.note(records)
+        return {"custom_dataset": build, **splits, "num_fewshot": 0}, () if note is None else (note,)
+    if len(data_sets) == 1:
+        copy = find_hub_copy(data_sets[0], folder)
         if copy is not None:
-            return {"dataset_path": str(copy)}
-    return None
+            return {"dataset_path": str(copy)}, ()
+    return None, ()
 
 
-def _with_override(manager: Any, name: str, override: Mapping[str, Any]) -> dict[str, Any]:
+def _spec(manager: Any, name: str, override: Mapping[str, Any]) -> Any:
+    """What `TaskManager.load` takes for a task with a part of its configuration replaced."""
+    if name == XSUM:
+        return xsum_task(**override)
+    if not override:
+        return name
+    if name in _CLASSES:
+        task = _reading(_class(name), override)()
+        task.config.task = name
+        return task
+    if isinstance((getattr(manager.task_index.get(name), "cfg", None) or {}).get("task"), list):
+        return {"group": f"lapcli {name}", "task": [{"group": name, **override}]}
     # A group given as a dictionary may override the configuration of its members: lm-eval's own way to change one.
     return {"group": f"lapcli {name}", "task": [{"task": name, **override}]}
+
+
+def _class(name: str) -> Any:
+    module, found = _CLASSES[name]
+    return getattr(importlib.import_module(module), found)
+
+
+def _reading(task: Any, override: Mapping[str, Any]) -> Any:
+    """A task of the same class that reads other data."""
+    build = override.get("custom_dataset")
+    if build is None:
+        return type(task.__name__, (task,), {"DATASET_PATH": override["dataset_path"]})
+
+    def download(self: Any, dataset_kwargs: Any = None, **_: Any) -> None:
+        self.dataset = build()
+
+    return type(task.__name__, (task,), {"download": download})
 
 
 def _unavailable(name: str, harness_name: str, data_sets: Sequence[str], error: Exception) -> DataError:
@@ -320,10 +480,10 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _installed() -> bool:
+def _installed(package: str = "lm_eval") -> bool:
     from importlib.util import find_spec
 
-    return find_spec("lm_eval") is not None
+    return find_spec(package) is not None
 
 
 class _Quiet:

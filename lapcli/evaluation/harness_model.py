@@ -59,6 +59,12 @@ class InMemoryModel(_HFLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """As lm-eval's, without its progress bar."""
+        longest = max((request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests), default=0)
+        if longest >= self.max_length:
+            raise DataError(
+                f"{self._task} has the model write up to {longest} tokens; a request holds {self.max_length} in all",
+                f"give a --max-length above {longest}",
+            )
         return super().generate_until(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:

@@ -8,6 +8,10 @@ For `wikitext` the first of these that exists is read (each also with `.xz`, `.g
 
 For `lambada`: `eval/lambada_test.jsonl`, `lambada_test.jsonl`, one passage a line in the field `text`.
 
+For `arc_easy`, `arc_challenge`, `hellaswag`, `piqa`, `winogrande`, `boolq`, `openbookqa` and `squad`: files of others
+that `lapcli.evaluation.reshaped` puts back into the hub's columns, at the places in `LOCAL_TASKS`, in `eval` or in DIR.
+Where such a file no longer says something that the hub's data set says, the scores carry a note of it.
+
 For every lm-eval task, these two as well: `DIR/OWNER/NAME` or `DIR/NAME`, a copy of the hub's data set repository of
 that name (what `hf download OWNER/NAME --repo-type dataset --local-dir ...` makes).
 """
@@ -17,16 +21,21 @@ import gzip
 import json
 import lzma
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lapcli.data.documents import Document
 from lapcli.errors import DataError
+from lapcli.evaluation import reshaped
 
 _OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 _HEADING = re.compile(r"= (?!= ).* =")
+
+
+def _nothing_lacks(documents: Sequence[dict[str, Any]]) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -37,11 +46,20 @@ class LocalTask:
         paths: relative to the data folder, in order of preference, without a compression suffix.
         read: a file to the documents that lm-eval's definition expects.
         split: the split that the documents are.
+        beside: names of a second file in the same folder, of which the first that exists is read too.
+        note: what the copy lacks of the hub's data set, from the documents; `None`: nothing.
     """
 
     paths: tuple[str, ...]
     read: Callable[[Path], list[dict[str, Any]]]
     split: str = "test"
+    beside: tuple[str, ...] = ()
+    note: Callable[[Sequence[dict[str, Any]]], str | None] = _nothing_lacks
+
+    def files(self, path: Path) -> list[Path]:
+        """The files that reading `path` reads."""
+        second = _beside(path, self.beside)
+        return [path] if second is None else [path, second]
 
 
 def find_local(name: str, folder: Path) -> tuple[Path, LocalTask] | None:
@@ -120,6 +138,75 @@ def _lambada(path: Path) -> list[dict[str, Any]]:
     return passages
 
 
+def _places(name: str) -> tuple[str, ...]:
+    return f"eval/{name}", name
+
+
+def _each(path: Path, reshape: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The documents of a file with one record a line."""
+    found: list[dict[str, Any]] = []
+    for row, record in _objects(path):
+        try:
+            found.append(reshape(record))
+        except reshaped.Misshapen as error:
+            raise DataError(f"{path}, line {row}: {error}") from error
+    return found
+
+
+def _reader(reshape: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Path], list[dict[str, Any]]]:
+    return lambda path: _each(path, reshape)
+
+
+_PIQA_LABELS = ("piqa_valid_labels.lst", "valid-labels.lst")
+
+
+def _piqa(path: Path) -> list[dict[str, Any]]:
+    beside = _beside(path, _PIQA_LABELS)
+    if beside is None:
+        raise DataError(f"{path} has no labels beside it", f"put {' or '.join(_PIQA_LABELS)} there")
+    labels = _read(beside).split()
+    count = sum(1 for _ in _objects(path))
+    if len(labels) != count:
+        raise DataError(f"{path} has {count} problems and {beside} {len(labels)} labels")
+    rows = iter(labels)
+    return _each(path, lambda record: reshaped.piqa(record, next(rows)))
+
+
+_SQUAD_ANSWERABLE = 5928
+"""Questions with an answer in the whole development set of SQuAD 2.0."""
+
+
+def _squad(path: Path) -> list[dict[str, Any]]:
+    try:
+        document = json.loads(_read(path))
+        found = list(reshaped.squad(document))
+    except (json.JSONDecodeError, reshaped.Misshapen) as error:
+        raise DataError(f"{path}: {error}") from error
+    if not found:
+        raise DataError(f"{path} holds no question with an answer")
+    return found
+
+
+def _squad_note(documents: Sequence[dict[str, Any]]) -> str:
+    whole = _SQUAD_ANSWERABLE
+    part = (
+        f"{len(documents)} of the {whole} questions with an answer of SQuAD 2.0's development set"
+        if len(documents) < whole
+        else f"{len(documents)} questions of SQuAD's development set"
+    )
+    return (
+        f"{part}, asked in the words of lm-eval's squadv2: the hub's data set for this task words them as unfinished "
+        "sentences, which the copy does not have"
+    )
+
+
+def _constant(text: str) -> Callable[[Sequence[dict[str, Any]]], str | None]:
+    return lambda documents: text
+
+
+_ARC_NOTE = _constant("the copy has four choices at most: questions of five have lost a wrong one")
+
+
 LOCAL_TASKS: dict[str, LocalTask] = {
     "wikitext": LocalTask(
         paths=(
@@ -131,7 +218,39 @@ LOCAL_TASKS: dict[str, LocalTask] = {
         ),
         read=_wikitext,
     ),
-    "lambada_openai": LocalTask(paths=("eval/lambada_test.jsonl", "lambada_test.jsonl"), read=_lambada),
+    "lambada_openai": LocalTask(paths=_places("lambada_test.jsonl"), read=_lambada),
+    "arc_easy": LocalTask(paths=_places("arc_easy.jsonl"), read=_reader(reshaped.arc), note=_ARC_NOTE),
+    "arc_challenge": LocalTask(paths=_places("arc_challenge.jsonl"), read=_reader(reshaped.arc), note=_ARC_NOTE),
+    "hellaswag": LocalTask(
+        paths=_places("hellaswag_val.jsonl"),
+        read=_reader(reshaped.hellaswag),
+        split="validation",
+        note=_constant(
+            "the copy does not say where ctx_b begins, which is capitalised; the last sentence end is taken"
+        ),
+    ),
+    "piqa": LocalTask(
+        paths=(*_places("piqa_valid_official.jsonl"), "piqa/valid.jsonl"),
+        read=_piqa,
+        split="validation",
+        beside=_PIQA_LABELS,
+    ),
+    "winogrande": LocalTask(
+        paths=_places("winogrande_val.jsonl"), read=_reader(reshaped.winogrande), split="validation"
+    ),
+    "boolq": LocalTask(
+        paths=_places("boolq_val.jsonl"),
+        read=_reader(reshaped.boolq),
+        split="validation",
+        note=_constant("the copy lacks the titles before the passages, which the hub's data set has"),
+    ),
+    "openbookqa": LocalTask(paths=_places("openbook_qa.jsonl"), read=_reader(reshaped.openbookqa)),
+    "squad_completion": LocalTask(
+        paths=(*_places("squad_v2_dev_half.json"), "squad/dev-v2.0.json", "dev-v2.0.json"),
+        read=_squad,
+        split="validation",
+        note=_squad_note,
+    ),
 }
 
 
@@ -153,8 +272,20 @@ def _read(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
+def _beside(path: Path, names: Sequence[str]) -> Path | None:
+    return next((file for file in (path.with_name(name) for name in names) if file.is_file()), None)
+
+
 def _records(path: Path, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a file's lines with their line numbers, each with a text in that field."""
+    for row, record in _objects(path, field):
+        if not isinstance(record.get(field), str):
+            raise DataError(f"{path}, line {row}: no text in the field {field!r} (there is: {', '.join(record)})")
+        yield row, record
+
+
+def _objects(path: Path, field: str = "query") -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a file's lines with their line numbers."""
     found = False
     for row, line in enumerate(_read(path).split("\n"), 1):
         if not line.strip():
@@ -163,9 +294,9 @@ def _records(path: Path, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {row}: no JSON ({error.msg})") from error
-        if not isinstance(record, dict) or not isinstance(record.get(field), str):
-            keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise DataError(f"{path}, line {row}: no text in the field {field!r} (there is: {keys})")
+        if not isinstance(record, dict):
+            kind = type(record).__name__
+            raise DataError(f"{path}, line {row}: no text in the field {field!r} (there is: {kind})")
         found = True
         yield row, record
     if not found:

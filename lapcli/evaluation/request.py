@@ -72,7 +72,8 @@ def _harness_data(info: TaskInfo, folder: Path | None) -> str | None:
         return None
     local = find_local(info.harness_name or info.name, folder)
     if local is not None:
-        return digest_file(local[0])
+        path, task = local
+        return digest_document([digest_file(file) for file in task.files(path)])
     found = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         facts = path.stat()

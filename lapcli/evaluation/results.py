@@ -1,7 +1,7 @@
 """What an evaluation found: scores with their settings, comparable only where the settings are alike, as JSON."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ class Score:
             tokenizer. Flat and JSON-able.
         counts: what was counted (`tokens`, `words`, `bytes`), for the reader.
         request: digest of what was asked for (`lapcli.evaluation.request`).
+        notes: what a reader must know of the data.
+        of: the requests of the scores that this one is the mean of.
     """
 
     task: str
@@ -36,6 +38,8 @@ class Score:
     length: int | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     request: str | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = ()
+    of: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def key(self) -> tuple[str, str, int | None]:
@@ -179,7 +183,7 @@ class Evaluation:
                 whole = False
             elif other is not None:
                 scores = {score.key: score for score in (*other.scores, *model.scores)}
-                model = replace(model, scores=tuple(scores.values()))
+                model = replace(model, scores=_without_orphans(scores.values()))
             merged.append(model)
         merged += theirs.values()
         merged.sort(key=lambda model: model.label != "base")  # the rest keeps its order
@@ -252,6 +256,13 @@ def compare(base: Score, other: Score) -> Difference:
     )
 
 
+def _without_orphans(scores: Iterable[Score]) -> tuple[Score, ...]:
+    """The scores but for means of scores that are no more: they would not be the means of what stands beside them."""
+    scores = list(scores)
+    there = {score.request for score in scores}
+    return tuple(score for score in scores if there.issuperset(score.of))
+
+
 def _name(score: Score) -> str:
     return f"{score.task} {score.metric}" + ("" if score.length is None else f" at {score.length}")
 
@@ -282,9 +293,10 @@ def _score(document: Mapping[str, Any]) -> Score:
     estimate = dict(document["estimate"])
     estimate["value"] = float(estimate["value"])
     estimate["influences"] = tuple(estimate["influences"])
+    lists = {name: tuple(document[name]) for name in ("notes", "of") if name in document}
     interval = estimate["interval"]
     estimate["interval"] = None if interval is None else (interval[0], interval[1])
-    return Score(**{**document, "estimate": Estimate(**estimate)})
+    return Score(**{**document, **lists, "estimate": Estimate(**estimate)})
 
 
 def _row_json(row: Row, labels: list[str]) -> dict[str, Any]:

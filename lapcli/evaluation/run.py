@@ -13,7 +13,8 @@ import lapcli
 from lapcli.data.builtin import heldout_builtin_text
 from lapcli.data.documents import Document
 from lapcli.errors import DataError, UsageError
-from lapcli.evaluation.harness import check_names, load_task, measure_harness
+from lapcli.evaluation.groups import group_scores
+from lapcli.evaluation.harness import check_names, check_packages, load_task, measure_harness
 from lapcli.evaluation.local_data import read_documents
 from lapcli.evaluation.niah import check_lengths, measure_niah, noise_documents
 from lapcli.evaluation.perplexity import measure_perplexity
@@ -21,7 +22,7 @@ from lapcli.evaluation.request import request_digest
 from lapcli.evaluation.results import Evaluation, ModelScores, Score
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.evaluation.settings import DEFAULT_MAX_LENGTH, EvaluationOptions, EvaluationSettings
-from lapcli.evaluation.tasks import NOISE_TASK, TEXT_PREFIX, TaskInfo, parse_tasks
+from lapcli.evaluation.tasks import NOISE_TASK, TEXT_PREFIX, TaskInfo, expand, parse_tasks
 from lapcli.reporting import Reporter, SilentReporter
 
 if TYPE_CHECKING:
@@ -38,13 +39,15 @@ class EvaluationPlan:
     """What an evaluation will do.
 
     Attributes:
-        tasks: in order.
+        tasks: those that are measured, in order: groups are there as their members.
+        groups: those that were asked for.
         max_length: tokens of a window.
         requests: for each model's label the digest of each task's request, by name.
         known: for each model's label the scores that are there already, by request.
     """
 
     tasks: tuple[TaskInfo, ...]
+    groups: tuple[TaskInfo, ...]
     max_length: int
     requests: Mapping[str, Mapping[str, str]]
     known: Mapping[str, Mapping[str, tuple[Score, ...]]]
@@ -87,7 +90,8 @@ def plan_evaluation(
     if not labels or len(set(labels)) < len(labels):
         raise UsageError(f"the models to evaluate are labelled {labels}; each needs a label of its own")
     max_length = resolve_max_length(settings, [source.config for _, source in models], reporter or SilentReporter())
-    infos = parse_tasks(tasks)
+    asked = parse_tasks(tasks)
+    infos = expand(asked)
     ran = versions(device)
     requests: dict[str, dict[str, str]] = {}
     known: dict[str, dict[str, tuple[Score, ...]]] = {}
@@ -103,7 +107,8 @@ def plan_evaluation(
             for request in requests[label].values()
             if any(score.request == request for score in scores)
         }
-    plan = EvaluationPlan(tuple(infos), max_length, requests, known)
+    groups = tuple(info for info in asked if info.kind == "group")
+    plan = EvaluationPlan(tuple(infos), groups, max_length, requests, known)
     _check_names(plan.to_measure())
     for label, source in models:
         assert source.headers  # raises where the weights are damaged or do not fit the config
@@ -247,6 +252,7 @@ def evaluate_model(
     model.eval()
     try:
         scores = tuple(score for measure in measures for score in measure(loaded))
+        scores += group_scores(parse_tasks(tasks), scores)
     finally:
         model.train(training)
     mixers = model.mixers() if hasattr(model, "mixers") else []
@@ -275,7 +281,7 @@ def prepare(
     Raises:
         LapcliError: as `evaluate`.
     """
-    infos = parse_tasks(tasks)
+    infos = expand(parse_tasks(tasks))
     _check_names(infos)
     return [_prepare(info, settings, options, max_length, reporter) for info in infos]
 
@@ -316,6 +322,7 @@ def _check_names(infos: Sequence[TaskInfo]) -> None:
     names = [info.harness_name for info in infos if info.harness_name is not None]
     if names:
         check_names(names)
+    check_packages(infos)
 
 
 def _found(earlier: Evaluation | None, source: "ModelSource", dtype: torch.dtype, kernel: str) -> ModelScores | None:
@@ -323,7 +330,8 @@ def _found(earlier: Evaluation | None, source: "ModelSource", dtype: torch.dtype
 
 
 def _in_order(plan: EvaluationPlan, label: str, scores: Mapping[str, tuple[Score, ...]]) -> tuple[Score, ...]:
-    return tuple(score for info in plan.tasks for score in scores.get(plan.requests[label][info.name], ()))
+    parts = tuple(score for info in plan.tasks for score in scores.get(plan.requests[label][info.name], ()))
+    return (*parts, *group_scores(plan.groups, parts))
 
 
 def _prepare(

@@ -33,6 +33,8 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     rows = evaluation.rows()
     columns = ["task", "metric", *labels, *(f"{label} - {labels[0]}" for label in labels[1:])]
     notes = [note for row in rows for note in row.refusals]
+    about = {(row.task, note): None for row in rows for score in row.scores if score for note in score.notes}
+    notes += [f"{task}: {note}" for task, note in about]
     if any(score is not None and score.estimate.stderr is not None for row in rows for score in row.scores):
         notes.insert(0, "\N{PLUS-MINUS SIGN} one standard error; differences are taken item by item")
     return Table(

@@ -1,8 +1,8 @@
 """The tasks by name. Imports nothing heavy, so that a misspelled task is refused before a model is loaded."""
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +11,7 @@ from lapcli.errors import DataError, UsageError
 TEXT_PREFIX = "text:"
 NOISE_TASK = "niah_noise"
 
-Kind = Literal["perplexity", "niah", "harness"]
+Kind = Literal["perplexity", "niah", "harness", "group"]
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,13 @@ class TaskInfo:
 
     Attributes:
         name: as typed.
-        kind: what runs it: our windows of text, our needle generator, or lm-eval.
+        kind: what runs it: our windows of text, our needle generator, lm-eval, or nothing but the tasks it is made of.
         metrics: what it gives.
         summary: one line.
         source: the definition it follows.
         harness_name: lm-eval's name for it.
+        means: of a group, its metrics: each the mean of these metrics of these tasks.
+        packages: that it needs beside lm-eval, as pip calls them.
     """
 
     name: str
@@ -33,6 +35,38 @@ class TaskInfo:
     summary: str
     source: str
     harness_name: str | None = None
+    means: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The tasks that a group is made of, each once."""
+        return tuple(dict.fromkeys(task for parts in self.means.values() for task, _ in parts))
+
+
+_ZEROSHOT = (
+    ("arc_easy", "acc_norm"),
+    ("arc_challenge", "acc_norm"),
+    ("hellaswag", "acc_norm"),
+    ("piqa", "acc_norm"),
+    ("winogrande", "acc"),
+    ("lambada", "acc"),
+)
+_LONGBENCH = ("hotpotqa", "2wikimqa", "lcc", "repobench-p", "trec", "samsum", "triviaqa")
+_LONGBENCH_PACKAGES = ("jieba", "fuzzywuzzy", "rouge")
+_ROUGE = ("rouge1", "rougeL")
+_ROUGE_PACKAGES = ("rouge_score",)
+
+
+def _choices(name: str, metrics: tuple[str, ...], summary: str, source: str) -> TaskInfo:
+    return TaskInfo(
+        name=name,
+        kind="harness",
+        metrics=metrics,
+        summary=summary,
+        source=f"lm-eval task {name} ({source})",
+        harness_name=name,
+    )
 
 
 TASKS: dict[str, TaskInfo] = {
@@ -73,6 +107,84 @@ TASKS: dict[str, TaskInfo] = {
         summary="the same hidden in RULER's five repeated sentences, which is easier",
         source="S-NIAH-1 of RULER (Hsieh et al. 2024, arXiv 2404.06654)",
     ),
+    "zeroshot": TaskInfo(
+        name="zeroshot",
+        kind="group",
+        metrics=("mean",),
+        summary="ARC-E, ARC-C, HellaSwag, PIQA (acc_norm), WinoGrande, LAMBADA (acc), and their mean",
+        source="mean of six tasks of lm-eval, each counting the same",
+        means={"mean": _ZEROSHOT},
+    ),
+    "zeroshot8": TaskInfo(
+        name="zeroshot8",
+        kind="group",
+        metrics=("mean",),
+        summary="zeroshot with BoolQ (acc) and OpenBookQA (acc_norm), and the mean of the eight",
+        source="mean of eight tasks of lm-eval, each counting the same",
+        means={"mean": (*_ZEROSHOT, ("boolq", "acc"), ("openbookqa", "acc_norm"))},
+    ),
+    "arc_easy": _choices("arc_easy", ("acc", "acc_norm"), "2376 easy school questions", "Clark et al. 2018"),
+    "arc_challenge": _choices("arc_challenge", ("acc", "acc_norm"), "1172 hard school questions", "Clark et al. 2018"),
+    "hellaswag": _choices("hellaswag", ("acc", "acc_norm"), "10042 stories to be continued", "Zellers et al. 2019"),
+    "piqa": _choices("piqa", ("acc", "acc_norm"), "1838 practical problems with two solutions", "Bisk et al. 2020"),
+    "winogrande": _choices("winogrande", ("acc",), "1267 pronouns with two readings", "Sakaguchi et al. 2020"),
+    "boolq": _choices("boolq", ("acc",), "3270 questions of yes or no about a passage", "Clark et al. 2019"),
+    "openbookqa": _choices("openbookqa", ("acc", "acc_norm"), "500 questions of science", "Mihaylov et al. 2018"),
+    "mmlu": TaskInfo(
+        name="mmlu",
+        kind="harness",
+        metrics=("acc",),
+        summary="57 subjects, four choices, without examples in the prompt, and means weighted by questions",
+        source="lm-eval group mmlu (Hendrycks et al. 2021)",
+        harness_name="mmlu",
+    ),
+    "logiqa": _choices("logiqa", ("acc", "acc_norm"), "questions of logic from an examination", "Liu et al. 2020"),
+    "squad": TaskInfo(
+        name="squad",
+        kind="harness",
+        metrics=("contains",),
+        summary="answers found in a passage: the share of continuations that contain them",
+        source="lm-eval task squad_completion (Arora et al. 2024, arXiv 2402.18668)",
+        harness_name="squad_completion",
+    ),
+    "swde": _choices("swde", ("contains",), "facts found in web pages", "Arora et al. 2024"),
+    "fda": _choices("fda", ("contains",), "facts found in reports on medical devices", "Arora et al. 2024"),
+    "longbench": TaskInfo(
+        name="longbench",
+        kind="group",
+        metrics=("mean",),
+        summary="seven tasks of LongBench: questions over passages, code, few examples; give a long --max-length",
+        source="mean of seven lm-eval tasks longbench_* (Bai et al. 2024), those of DSLA (arXiv 2506.09316, table 1)",
+        means={"mean": tuple((f"longbench_{name}", "score") for name in _LONGBENCH)},
+        packages=_LONGBENCH_PACKAGES,
+    ),
+    "summarize": TaskInfo(
+        name="summarize",
+        kind="group",
+        metrics=_ROUGE,
+        summary="ROUGE-1 and ROUGE-L of summaries of CNN/DailyMail and XSum, and the means of both",
+        source="the tasks cnn_dailymail and xsum, those of DSLA (arXiv 2506.09316, table 2)",
+        means={metric: (("cnn_dailymail", metric), ("xsum", metric)) for metric in _ROUGE},
+        packages=_ROUGE_PACKAGES,
+    ),
+    "cnn_dailymail": TaskInfo(
+        name="cnn_dailymail",
+        kind="harness",
+        metrics=("rouge1", "rouge2", "rougeL", "summary_length"),
+        summary="news articles to be summarised",
+        source="lm-eval task cnn_dailymail_abisee (See et al. 2017)",
+        harness_name="cnn_dailymail_abisee",
+        packages=_ROUGE_PACKAGES,
+    ),
+    "xsum": TaskInfo(
+        name="xsum",
+        kind="harness",
+        metrics=("rouge1", "rouge2", "rougeL"),
+        summary="news articles to be summarised in a sentence",
+        source="ours: the prompt, length and scores of lm-eval's cnn_dailymail_abisee (Narayan et al. 2018)",
+        harness_name="lapcli_xsum",
+        packages=_ROUGE_PACKAGES,
+    ),
 }
 
 TEXT_TASK = TaskInfo(
@@ -103,6 +215,15 @@ def parse_tasks(names: Sequence[str]) -> list[TaskInfo]:
     return [_parse(name) for name in dict.fromkeys(names)]
 
 
+def expand(infos: Sequence[TaskInfo]) -> list[TaskInfo]:
+    """The tasks that are measured: groups give way to their members, and each is there once."""
+    found: dict[str, TaskInfo] = {}
+    for info in infos:
+        for part in [_parse(name) for name in info.members] or [info]:
+            found.setdefault(part.name, part)
+    return list(found.values())
+
+
 def unknown_task(name: str, known: Sequence[str] = ()) -> UsageError:
     """The error for a name that nobody knows, with the nearest that somebody does.
 
@@ -129,4 +250,13 @@ def _parse(name: str) -> TaskInfo:
         return TaskInfo(
             name=name, kind="perplexity", metrics=TEXT_TASK.metrics, summary=TEXT_TASK.summary, source=TEXT_TASK.source
         )
-    return TaskInfo(name=name, kind="harness", metrics=(), summary="", source=f"lm-eval task {name}", harness_name=name)
+    packages = _LONGBENCH_PACKAGES if name.startswith("longbench_") else ()
+    return TaskInfo(
+        name=name,
+        kind="harness",
+        metrics=("score",) if packages else (),
+        summary="",
+        source=f"lm-eval task {name}",
+        harness_name=name,
+        packages=packages,
+    )
