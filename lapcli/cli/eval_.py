@@ -10,6 +10,9 @@ from lapcli.pipeline import stage
 
 if TYPE_CHECKING:
     from lapcli.artifacts import RunDirectory
+    from lapcli.evaluation.checks import Check
+    from lapcli.evaluation.results import Evaluation
+    from lapcli.evaluation.tasks import TaskInfo
     from lapcli.families.source import ModelSource
 
 
@@ -38,6 +41,15 @@ def run(
     niah_haystack: Annotated[
         Path | None, typer.Option(help="Text or JSONL to hide needles in. Default: held-out builtin text.")
     ] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fail-if",
+            metavar="EXPR",
+            help='Exit with code 3 if so of the last model: "wikitext.word_perplexity > 1.1x" (times the base\'s), '
+            '"zeroshot.mean < 0.45". May be repeated.',
+        ),
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows a forward pass; changes no result.")] = None,
     bos: Annotated[
         str, typer.Option(help="Begin prompts with BOS: auto (as the tokenizer does), always, never.")
@@ -55,6 +67,7 @@ def run(
 ) -> None:
     """Write `RUN/evaluation.json` and print a table of the models, their differences and standard errors."""
     from lapcli.cli import context, display
+    from lapcli.evaluation.checks import parse_check
     from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
     from lapcli.evaluation.tasks import parse_tasks
 
@@ -69,8 +82,11 @@ def run(
         seed=seed,
     )
     chosen_options = EvaluationOptions(task_data=task_data, batch_size=batch_size)
-    parse_tasks(tasks)
+    checks = [parse_check(text) for text in fail_if or ()]
+    infos = parse_tasks(tasks)
     models = _models(model, baseline, directory)
+    if checks:
+        _check_checks(checks, infos, len(models))
 
     from lapcli.machine import Machine
     from lapcli.stages.evaluation import evaluate_into, plan_stage
@@ -105,10 +121,27 @@ def run(
         )
     if as_json:
         display.emit(evaluation.to_json())
-        return
-    display.evaluation(evaluation, quiet=quiet)
-    done = "evaluated" if worked else "nothing to do, all of it was measured already"
-    display.closing(f"{done}: {directory.evaluation}", quiet=quiet)
+    else:
+        display.evaluation(evaluation, quiet=quiet)
+        done = "evaluated" if worked else "nothing to do, all of it was measured already"
+        display.closing(f"{done}: {directory.evaluation}", quiet=quiet)
+    _raise_failures(evaluation, checks)
+
+
+def _check_checks(checks: "list[Check]", infos: "list[TaskInfo]", models: int) -> None:
+    from lapcli.evaluation.checks import check_checks
+    from lapcli.evaluation.harness import metrics_of
+
+    check_checks(checks, infos, models=models, metrics_of=metrics_of)
+
+
+def _raise_failures(evaluation: "Evaluation", checks: "list[Check]") -> None:
+    from lapcli.errors import CheckFailed
+    from lapcli.evaluation.checks import failures
+
+    found = failures(evaluation, checks)
+    if found:
+        raise CheckFailed("\n".join(found), "the results are written; they fail what --fail-if says")
 
 
 def _lengths(text: str) -> tuple[int, ...]:

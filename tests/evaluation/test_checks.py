@@ -1,0 +1,108 @@
+import math
+
+import pytest
+
+from lapcli.errors import UsageError
+from lapcli.evaluation.checks import check_checks, failures, parse_check
+from lapcli.evaluation.estimates import mean
+from lapcli.evaluation.results import Evaluation, ModelScores, Score
+from lapcli.evaluation.tasks import TASKS, parse_tasks
+
+
+def evaluation(*values, metric="word_perplexity", lengths=(None,), settings=None):
+    """One model a value, the first labelled base."""
+    models = []
+    for place, value in enumerate(values):
+        scores = tuple(
+            Score("wikitext", metric, False, mean([value, value]), settings or {}, length=length) for length in lengths
+        )
+        models.append(
+            ModelScores(["base", "sliced", "recovered"][place], "m", None, None, "float32", "auto", 1, scores)
+        )
+    return Evaluation(tuple(models), {})
+
+
+def test_a_check_is_read():
+    check = parse_check(" text:/a.b/c.txt.token_perplexity >=1.1x ")
+    assert (check.task, check.metric, check.sign) == ("text:/a.b/c.txt", "token_perplexity", ">=")
+    assert (check.value, check.relative) == (1.1, True)
+    assert parse_check("zeroshot.mean < .45").relative is False
+
+
+@pytest.mark.parametrize(
+    "text", ["", "wikitext > 1", "wikitext.ppl = 3", "a.b > x", "a.b > nan", "a.b > 1.1y", "a.b >", ".b > 1"]
+)
+def test_what_is_no_check_is_refused(text):
+    with pytest.raises(UsageError, match="is no check"):
+        parse_check(text)
+
+
+@pytest.mark.parametrize(
+    ("sign", "value", "fails"),
+    [
+        pytest.param(">", 9.9, True, id="above"),
+        pytest.param(">", 10.0, False, id="not above itself"),
+        pytest.param(">=", 10.0, True, id="at"),
+        pytest.param("<", 10.0, False, id="not below itself"),
+        pytest.param("<=", 10.0, True, id="at from below"),
+        pytest.param("<", 10.1, True, id="below"),
+    ],
+)
+def test_plain_numbers_are_absolute(sign, value, fails):
+    assert bool(failures(evaluation(1.0, 10.0), [parse_check(f"wikitext.word_perplexity {sign} {value}")])) is fails
+
+
+def test_factors_are_of_the_base_and_the_last_model_is_checked():
+    check = [parse_check("wikitext.word_perplexity > 1.1x")]
+    assert failures(evaluation(10.0, 20.0, 10.9), check) == []
+    (sentence,) = failures(evaluation(10.0, 10.0, 11.1), check)
+    assert "recovered's is 11.10" in sentence
+    assert "base's is 10.00" in sentence
+
+
+@pytest.mark.parametrize("sign", [">", "<"])
+def test_what_is_no_number_fails(sign):
+    assert failures(evaluation(1.0, math.nan), [parse_check(f"wikitext.word_perplexity {sign} 5")])
+    assert failures(evaluation(math.nan, 1.0), [parse_check(f"wikitext.word_perplexity {sign} 5x")])
+
+
+def test_each_length_is_checked():
+    found = failures(evaluation(1.0, 2.0, lengths=(512, 1024)), [parse_check("wikitext.word_perplexity > 1.5")])
+    assert ["at 512" in found[0], "at 1024" in found[1]] == [True, True]
+
+
+def test_scores_that_may_not_be_compared_fail_a_factor():
+    base, other = evaluation(1.0), evaluation(1.0, 1.0, settings={"limit": 9})
+    mixed = Evaluation((base.models[0], other.models[1]), {})
+    assert "unlike settings" in failures(mixed, [parse_check("wikitext.word_perplexity > 2x")])[0]
+    assert failures(mixed, [parse_check("wikitext.word_perplexity > 2")]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "models", "message"),
+    [
+        pytest.param("wikitxt.word_perplexity > 1", 2, "did you mean wikitext", id="task"),
+        pytest.param("lambada.acc < 1", 2, "none of the tasks asked for", id="task not asked for"),
+        pytest.param("wikitext.word_perplexty > 1", 2, "did you mean word_perplexity", id="metric"),
+        pytest.param("wikitext.zzz > 1", 2, "metrics: word_perplexity, byte_perplexity", id="no metric near"),
+        pytest.param("wikitext.word_perplexity > 1.1x", 1, "--baseline", id="no base"),
+    ],
+)
+def test_checks_are_checked(text, models, message):
+    with pytest.raises(UsageError) as caught:
+        check_checks(
+            [parse_check(text)], parse_tasks(["wikitext"]), models=models, metrics_of=lambda info: info.metrics
+        )
+    assert message in str(caught.value)
+
+
+def test_members_of_a_group_can_be_checked():
+    checks = [parse_check("zeroshot.mean < 1"), parse_check("arc_easy.acc < 1")]
+    check_checks(checks, [TASKS["zeroshot"]], models=1, metrics_of=lambda info: info.metrics)
+
+
+def test_a_metric_that_turns_out_missing_is_an_error():
+    check = parse_check("wikitext.word_perplexty > 1")
+    check_checks([check], [TASKS["wikitext"]], models=1, metrics_of=lambda info: None)
+    with pytest.raises(UsageError, match="word_perplexty"):
+        failures(evaluation(1.0), [check])
