@@ -25,7 +25,7 @@ from lapcli.errors import ArtifactError
 from lapcli.parallel import ALONE, Processes
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.lineage import refuse_stale
-from lapcli.training.adapters import trained_parameters, trained_state
+from lapcli.training.adapters import trained_parameters
 from lapcli.training.distributed import placed_like, whole
 
 STATE_FILE = "state.json"
@@ -211,12 +211,14 @@ def training_tensors(
 
     Returns:
         `parameter/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `step/NAME` in fp32, `rng/RANK/cpu` and
-        `rng/RANK/cuda` of every process as bytes.
+        `rng/RANK/cuda` of every process as bytes. Of several processes the leader alone has more than the latter.
     """
-    found = {f"parameter/{name}": value for name, value in trained_state(model).items()}
+    found: dict[str, Tensor] = {}
     for name, parameter in trained_parameters(model).items():
-        for part, value in optimizer.state.get(parameter, {}).items():
-            found[f"{part}/{name}"] = whole(value.detach()).to("cpu", torch.float32, copy=True).contiguous()
+        for part, value in {"parameter": parameter, **optimizer.state.get(parameter, {})}.items():
+            full = whole(value.detach())
+            if processes.leader:
+                found[f"{part}/{name}"] = full.to("cpu", torch.float32, copy=True).contiguous()
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

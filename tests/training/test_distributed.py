@@ -108,7 +108,7 @@ def follow_one(folder, out, mine):
 
 def half_precision(folder, out, mine):
     for sharding in ("none", "fsdp"):
-        settings = {"dtype": torch.bfloat16, "steps": 2}
+        settings = {"load": {"dtype": torch.bfloat16}, "steps": 2}
         yield (
             f"bf16-{sharding}",
             told(train(folder, out / f"bf16-{sharding}", "own", mine, sharding=sharding, settings=settings)),

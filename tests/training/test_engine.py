@@ -68,18 +68,20 @@ def own(tmp_path_factory):
 class Bench:
     """All that a training takes, made anew as another process would."""
 
-    def __init__(self, folder, *, student="base", teacher="base", full=False, length=32, rank=4,
-                 dtype=torch.float32, processes=ALONE, **settings):  # fmt: skip
+    def __init__(
+        self, folder, *, student="base", teacher="base", full=False, length=32, rank=4, processes=ALONE, load=None,
+        **settings,
+    ):  # fmt: skip
         self.source = resolve_model(str(folder / student))
         teacher_source = None if teacher is None else resolve_model(str(folder / teacher))
         torch.manual_seed(7)
-        model = load_model(self.source, dtype=dtype)
+        model = load_model(self.source, **(load or {}))
         self.plan = plan_adapters(model, self.source.config, full=full, rank=rank)
         self.student = apply_adapters(model, self.plan)
-        self.teacher = None if teacher_source is None else load_model(teacher_source, dtype=dtype)
+        self.teacher = None if teacher_source is None else load_model(teacher_source, **(load or {}))
         self.settings = TrainingSettings(**{**SHORT, **settings})
-        self.stream = TrainingStream(str(folder / "text.jsonl"), load_tokenizer(self.source), length, seed=3,
-                                     rank=processes.rank, world=processes.size)  # fmt: skip
+        share = {"rank": processes.rank, "world": processes.size}
+        self.stream = TrainingStream(str(folder / "text.jsonl"), load_tokenizer(self.source), length, seed=3, **share)
         self.lineage = training_lineage(self.source, teacher_source, self.plan, self.settings)
         self.reporter, self.processes = SilentReporter(), processes
 
@@ -349,7 +351,7 @@ def gradients(bench, sequences, **execution):
 def loop_of(bench, **execution):
     return engine._Loop(
         bench.student, bench.teacher, bench.stream, bench.plan, bench.settings, Path("nowhere"), bench.lineage,
-        Execution(**execution), None, lambda _done: None, bench.reporter, ALONE,
+        Execution(**execution), None, lambda _done: None, lambda _step, _found: None, bench.reporter, ALONE,
     )  # fmt: skip
 
 
