@@ -14,7 +14,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,18 +156,22 @@ def load_task(name: str, harness_name: str, task_data: Path | None) -> HarnessTa
     require_lm_eval()
     manager = _manager([harness_name])
     data_sets = _data_sets(manager, harness_name)
-    local: dict[str, Any] | None = None
+    override: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
+    copies: dict[str, Path] = {}
     if task_data is not None:
-        local, notes = _local_override(harness_name, data_sets, task_data)
-        if local is None and harness_name in LOCAL_TASKS:
+        override, notes = _local_override(harness_name, task_data)
+        found = {data_set: find_hub_copy(data_set, task_data) for data_set in data_sets}
+        copies = {data_set: copy for data_set, copy in found.items() if copy is not None}
+        if not override and not copies and harness_name in LOCAL_TASKS:
             raise DataError(
                 f"{name}: {task_data} holds no copy of its data",
                 f"looked for {describe_layouts(harness_name, next(iter(data_sets), None))} (DIR is --task-data)",
             )
-    with _quiet(), contextlib.nullcontext() if local else _offline_without_network():
+    here = bool(override) or (bool(data_sets) and len(copies) == len(data_sets))
+    with _quiet(), _reading_copies(copies), contextlib.nullcontext() if here else _offline_without_network():
         try:
-            loaded = manager.load([_spec(manager, harness_name, local or {})])
+            loaded = manager.load([_spec(harness_name, override)])
         except LapcliError:
             raise
         except ImportError as error:
@@ -408,41 +412,55 @@ def _data_sets(manager: Any, name: str) -> list[str]:
     return [data_set] if isinstance(data_set, str) and data_set else []
 
 
-def _local_override(name: str, data_sets: Sequence[str], folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """The part of the task's configuration that reads local data in place of the hub's, and what the data lacks."""
+def _local_override(name: str, folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The part of the task's configuration that reads a local file, and what the file lacks; empty without one."""
     found = find_local(name, folder)
-    if found is not None:
-        path, local = found
-        records = local.read(path)
+    if found is None:
+        return {}, ()
+    path, local = found
+    records = local.read(path)
 
-        def build(**_: Any) -> dict[str, Any]:
-            from datasets import Dataset
+    def build(**_: Any) -> dict[str, Any]:
+        from datasets import Dataset
 
-            return {local.split: Dataset.from_list(records)}
+        return {local.split: Dataset.from_list(records)}
 
-        # The other splits are not there, and these tasks ask none of them.
-        splits = {f"{split}_split": None for split in ("training", "validation", "test") if split != local.split}
-        note = local.note(records)
-        return {"custom_dataset": build, **splits, "num_fewshot": 0}, () if note is None else (note,)
-    if len(data_sets) == 1:
-        copy = find_hub_copy(data_sets[0], folder)
-        if copy is not None:
-            return {"dataset_path": str(copy)}, ()
-    return None, ()
+    # The other splits are not there, and these tasks ask none of them.
+    splits = {f"{split}_split": None for split in ("training", "validation", "test") if split != local.split}
+    note = local.note(records)
+    return {"custom_dataset": build, **splits, "num_fewshot": 0}, () if note is None else (note,)
 
 
-def _spec(manager: Any, name: str, override: Mapping[str, Any]) -> Any:
+@contextlib.contextmanager
+def _reading_copies(copies: Mapping[str, Path]) -> Iterator[None]:
+    """Have data sets of the hub read from folders: lm-eval passes no other way through groups, tags and classes."""
+    if not copies:
+        yield
+        return
+    import datasets
+
+    original = datasets.load_dataset
+
+    def load(path: str, *args: Any, **kwargs: Any) -> Any:
+        return original(str(copies.get(path, path)), *args, **kwargs)
+
+    datasets.load_dataset = load  # pyright: ignore[reportAttributeAccessIssue] -- as it is called by lm-eval
+    try:
+        yield
+    finally:
+        datasets.load_dataset = original
+
+
+def _spec(name: str, override: Mapping[str, Any]) -> Any:
     """What `TaskManager.load` takes for a task with a part of its configuration replaced."""
     if name == XSUM:
         return xsum_task(**override)
     if not override:
         return name
     if name in _CLASSES:
-        task = _reading(_class(name), override)()
+        task = _reading(_class(name), override["custom_dataset"])()
         task.config.task = name
         return task
-    if isinstance((getattr(manager.task_index.get(name), "cfg", None) or {}).get("task"), list):
-        return {"group": f"lapcli {name}", "task": [{"group": name, **override}]}
     # A group given as a dictionary may override the configuration of its members: lm-eval's own way to change one.
     return {"group": f"lapcli {name}", "task": [{"task": name, **override}]}
 
@@ -452,11 +470,8 @@ def _class(name: str) -> Any:
     return getattr(importlib.import_module(module), found)
 
 
-def _reading(task: Any, override: Mapping[str, Any]) -> Any:
+def _reading(task: Any, build: Callable[[], dict[str, Any]]) -> Any:
     """A task of the same class that reads other data."""
-    build = override.get("custom_dataset")
-    if build is None:
-        return type(task.__name__, (task,), {"DATASET_PATH": override["dataset_path"]})
 
     def download(self: Any, dataset_kwargs: Any = None, **_: Any) -> None:
         self.dataset = build()

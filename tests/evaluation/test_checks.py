@@ -1,7 +1,9 @@
 import math
+import sys
 
 import pytest
 
+from lapcli.cli.app import main
 from lapcli.errors import UsageError
 from lapcli.evaluation.checks import check_checks, failures, parse_check
 from lapcli.evaluation.estimates import mean
@@ -99,6 +101,34 @@ def test_checks_are_checked(text, models, message):
 def test_members_of_a_group_can_be_checked():
     checks = [parse_check("zeroshot.mean < 1"), parse_check("arc_easy.acc < 1")]
     check_checks(checks, [TASKS["zeroshot"]], models=1, metrics_of=lambda info: info.metrics)
+
+
+def test_a_failed_check_exits_with_3_when_all_is_written(tiny_folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("A text of a few words.")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*checks):
+        arguments = [part for check in checks for part in ("--fail-if", check)]
+        monkeypatch.setattr(
+            sys, "argv", ["lapcli", "eval", "text:a.txt", "--model", str(tiny_folder), "--device", "cpu", *arguments]
+        )
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    name = "text:a.txt.token_perplexity"
+    code, _, err = run(f"{name} > 1", f"{name} < 1")
+    assert code == 3
+    assert (tmp_path / "lapcli-run" / "evaluation.json").is_file()
+    assert "token_perplexity" in err.split(f"{name} > 1: model's is")[0]  # the table comes first
+    assert f"{name} < 1" not in err
+    code, _, err = run(f"{name} > 1", "--json")
+    assert code == 2  # an option is no check
+    code, _, err = run(f"{name} < 1")
+    assert code == 0
+    assert "nothing to do" in err
+    monkeypatch.setattr("lapcli.evaluation.run._prepare", lambda *_: pytest.fail("measured again"))
+    assert run(f"{name} >= 1")[0] == 3
 
 
 def test_a_metric_that_turns_out_missing_is_an_error():

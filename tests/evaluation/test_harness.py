@@ -9,9 +9,11 @@ import torch
 
 from lapcli.errors import DataError, ModelError, UsageError
 from lapcli.evaluation import harness
-from lapcli.evaluation.harness import check_names, load_task, measure_harness
+from lapcli.evaluation.harness import check_names, check_packages, load_task, measure_harness, run_harness
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.evaluation.settings import EvaluationSettings
+from lapcli.evaluation.summaries import XSUM
+from lapcli.evaluation.tasks import TASKS, TaskInfo
 from lapcli.families.loading import load_model, load_tokenizer, resolve_model
 from lapcli.reporting import SilentReporter
 from lapcli.testing import shared_data
@@ -271,6 +273,122 @@ def test_without_lm_eval_the_remedy_is_named(monkeypatch):
 def test_a_continuation_longer_than_a_request_is_refused(tiny, lambada_folder):
     with pytest.raises(DataError, match="3 tokens"):
         measure(load_task("lambada", "lambada_openai", lambada_folder), tiny, max_length=2)
+
+
+def questions(folder, name, records):
+    (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_too_long_a_context_loses_its_beginning(tiny, tmp_path):
+    """A question of 90 bytes before windows of 48: the answer is scored after the last of them."""
+    query, choices = ("abcdefghi " * 9).strip(), ["yes", "never", "at times", "no"]
+    folder = questions(tmp_path, "openbook_qa.jsonl", [{"query": query, "choices": choices, "gold": 1}])
+    scores = measure(load_task("openbookqa", "openbookqa", folder), tiny)
+    sums = []
+    for choice in choices:
+        ids = tiny.tokenizer(f"{query} {choice}").input_ids
+        sums.append(float(log_probabilities(tiny.model, ids[-MAX_LENGTH - 1 :])[-len(choice) - 1 :].sum()))
+    by_length = [total / len(choice) for total, choice in zip(sums, choices, strict=True)]
+    assert scores["acc"].estimate.value == (sums.index(max(sums)) == 1)
+    assert scores["acc_norm"].estimate.value == (by_length.index(max(by_length)) == 1)
+    found, _ = run_harness(
+        load_task("openbookqa", "openbookqa", folder),
+        tiny,
+        EvaluationSettings(),
+        max_length=MAX_LENGTH,
+        batch_size=None,
+        reporter=SilentReporter(),
+    )
+    (sample,) = found["samples"]["openbookqa"]
+    assert [float(answer[0]) for (answer,) in sample["resps"]] == pytest.approx(sums, rel=1e-5)
+
+
+def test_a_group_of_lm_eval_has_the_error_of_its_tasks(tiny, tmp_path):
+    records = [
+        {"query": f"Question: is {number} odd?", "choices": ["yes", "no"], "gold": number % 2} for number in range(9)
+    ]
+    questions(tmp_path, "arc_easy.jsonl", records[:3])
+    questions(tmp_path, "openbook_qa.jsonl", records)
+    names = ["arc_easy", "openbookqa"]
+    tasks = [load_task(name, name, tmp_path).loaded["tasks"][name] for name in names]
+    from lm_eval.api.group import Group
+    from lm_eval.config.group import GroupConfig
+
+    weighted = {"metric": "acc", "weight_by_size": True}
+    group = Group.from_config(GroupConfig(group="pair", aggregate_metric_list=[weighted]))
+    for task in tasks:
+        group.add(task)
+    loaded = harness._manager(names).load([group])
+    found = measure_harness(
+        harness.HarnessTask("pair", loaded),
+        tiny,
+        EvaluationSettings(),
+        max_length=MAX_LENGTH,
+        batch_size=4,
+        reporter=SilentReporter(),
+    )
+    scores = {(score.task, score.metric): score.estimate for score in found}
+    small, large, both = (scores[name, "acc"] for name in (*names, "pair"))
+    assert (small.n, large.n, both.n) == (3, 9, 12)
+    assert both.value == pytest.approx((3 * small.value + 9 * large.value) / 12)
+    assert both.stderr == pytest.approx(math.hypot(3 / 12 * small.stderr, 9 / 12 * large.stderr))
+
+
+def squad(folder, contexts):
+    paragraphs = [
+        {"context": context, "qas": [{"question": "Which?", "answers": [{"text": "e"}], "is_impossible": False}]}
+        for context in contexts
+    ]
+    (folder / "dev-v2.0.json").write_text(json.dumps({"data": [{"title": "T", "paragraphs": paragraphs}]}))
+    return load_task("squad", "squad_completion", folder)
+
+
+def test_texts_that_are_written_do_not_depend_on_the_batch(tiny, tmp_path):
+    task = squad(tmp_path, ["a" * 5, "words of a longer kind " * 4, "b" * 60, "c d"])
+    written = [
+        run_harness(task, tiny, EvaluationSettings(), max_length=256, batch_size=batch_size, reporter=SilentReporter())[
+            0
+        ]["samples"]["squad_completion"]
+        for batch_size in (1, 4)
+    ]
+    assert [sample["resps"] for sample in written[0]] == [sample["resps"] for sample in written[1]]
+    assert any(sample["resps"][0][0] for sample in written[0])
+
+
+def test_room_to_write_is_asked_for(tiny, tmp_path):
+    with pytest.raises(DataError, match="write up to 48 tokens; a request holds 48") as caught:
+        measure(squad(tmp_path, ["a"]), tiny)
+    assert "--max-length above 48" in str(caught.value)
+
+
+def test_missing_packages_are_named_before_any_work(monkeypatch):
+    monkeypatch.setattr(harness, "_installed", lambda package="lm_eval": package != "rouge_score")
+    with pytest.raises(ModelError, match="rouge_score") as caught:
+        check_packages([TASKS["lambada"], TASKS["xsum"]])
+    assert "pip install rouge_score" in str(caught.value)
+
+
+def test_xsum_is_scored_by_rouge(tmp_path):
+    pytest.importorskip("rouge_score")
+    folder = tmp_path / "EdinburghNLP" / "xsum"
+    folder.mkdir(parents=True)
+    (folder / "test.jsonl").write_text('{"document": "Cats sat on mats.", "summary": "The cats\\nsat down"}\n')
+    (task,) = load_task("xsum", XSUM, tmp_path).loaded["tasks"].values()
+    (document,) = task.test_docs()
+    assert task.doc_to_text(document) == "Summarize the following article:\n\nCats sat on mats.\n\nSummary:"
+    # Stemmed: "sat the cat" against "the cat sat down": three of three and of four words, two of them in order.
+    found = task.process_results(document, [" sat  the cat"])
+    assert found["rouge1"] == pytest.approx(2 * (3 / 3) * (3 / 4) / (3 / 3 + 3 / 4))
+    assert found["rougeL"] == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
+
+
+@pytest.mark.parametrize("name", [task.harness_name for task in TASKS.values() if task.harness_name])
+def test_metrics_that_are_listed_are_those_that_lm_eval_lists(name):
+    """The registry speaks of metrics before lm-eval is imported; where lm-eval lists them too, they are the same."""
+    listed = harness.metrics_of(TaskInfo("x", "harness", (), "", "", name))
+    (ours,) = {task.metrics for task in TASKS.values() if task.harness_name == name}
+    assert listed is None or set(listed) == set(ours)
 
 
 @pytest.mark.shared

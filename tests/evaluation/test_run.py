@@ -11,7 +11,7 @@ from lapcli.evaluation.run import evaluate, evaluate_model, plan_evaluation, res
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.families.loading import resolve_model
 from lapcli.reporting import SilentReporter
-from lapcli.testing.models import tiny_gated_deltanet
+from lapcli.testing.models import byte_tokenizer, tiny_gated_deltanet
 
 SETTINGS = EvaluationSettings(max_length=128, limit=6, niah_lengths=(400,))
 
@@ -98,6 +98,20 @@ def test_mistakes_are_found_before_a_model_is_loaded(sources, monkeypatch, tasks
     monkeypatch.setattr("lapcli.families.loading.load_model", lambda *args, **kwargs: pytest.fail("loaded"))
     with pytest.raises(error, match=message):
         evaluate(sources, tasks)
+
+
+def test_any_causal_model_of_transformers_is_taken(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    found = evaluate(
+        [("model", resolve_model(str(tmp_path)))],
+        ["niah_noise"],
+        EvaluationSettings(niah_lengths=(400,), niah_samples=2),
+    )
+    assert found.models[0].scores[0].estimate.n == 2
 
 
 def test_labels_must_differ(sources):

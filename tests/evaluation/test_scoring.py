@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from lapcli.errors import ModelError
-from lapcli.evaluation.scoring import Request, greedy_continuations, score
+from lapcli.evaluation.scoring import LoadedModel, Request, greedy_continuations, score
+from lapcli.families.loading import load_model, resolve_model
 from lapcli.reporting import SilentReporter
+from lapcli.testing.models import byte_tokenizer
+from lapcli.testing.stock_models import tiny_stock_model
 
 
 def run(loaded, requests, batch_size=None, reporter=None):
@@ -50,6 +53,20 @@ def test_batches_give_what_single_rows_give(tiny, batch_size):
     together = run(tiny, requests, batch_size)
     assert [answer.log_probability for answer in together] == pytest.approx(
         [answer.log_probability for answer in alone], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "qwen3_next", "nemotron_h", "olmo_hybrid"])
+def test_padding_changes_nothing_in_recurrent_models(tmp_path, model_type):
+    """Rows of 2 to 71 tokens in one batch: states and convolutions of the short ones run on over padding, unread."""
+    source = resolve_model(str(tiny_stock_model(model_type, tmp_path)))
+    loaded = LoadedModel(load_model(source), byte_tokenizer(), model_type)
+    requests = some_requests(9, seed=2)
+    alone, together = run(loaded, requests, 1), run(loaded, requests, 9)
+    assert len({len(request.tokens) for request in requests}) > 5
+    # fp32 sums of up to 70 log-probabilities of about 5.
+    assert [answer.log_probability for answer in together] == pytest.approx(
+        [answer.log_probability for answer in alone], rel=1e-5, abs=1e-4
     )
 
 
