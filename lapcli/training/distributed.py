@@ -56,14 +56,21 @@ class Objective(nn.Module):
         autocast: bool = True,
     ):
         super().__init__()
-        self.student, self.teacher = student, teacher
+        self.student = student
+        # Not registered, since DDP asks that all it is given lies on devices of one type.
+        self._teachers = () if teacher is None else (teacher,)
         self._vocabulary, self._temperature, self._autocast = vocabulary, temperature, autocast
         for model in self.models():
             head_of(model)
 
     def models(self) -> list[Any]:
         """The student, and the teacher if there is one, out of peft's wrapper."""
-        return [unwrapped(model) for model in (self.student, self.teacher) if model is not None]
+        return [unwrapped(model) for model in (self.student, *self._teachers)]
+
+    def adopt_teacher(self) -> None:
+        """Take the teacher in among the modules, for what is to wrap both."""
+        for teacher in self._teachers:
+            self.teacher = teacher
 
     def passes(self, batch: PackedBatch) -> int:
         """How often a decoder runs for a part at most, where one reads no boundaries of documents; 0 where all do.
@@ -231,6 +238,7 @@ def _shard(objective: Objective, device: torch.device, group: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
+    objective.adopt_teacher()
     mesh = DeviceMesh.from_group(group, device.type)
     for model in objective.models():
         for block in _blocks(model):

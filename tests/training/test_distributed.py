@@ -3,6 +3,7 @@
 One launch of torchrun runs all scenarios, each process writes what it saw, and the tests compare.
 """
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -184,19 +185,43 @@ def main():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("place")
+def made_once(tmp_path_factory, worker_id):
+    """A folder for all workers of pytest, and how one of them fills a part of it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base if worker_id == "master" else base.parent) / "two-processes"
+    shared.mkdir(exist_ok=True)
+
+    def make(name, fill):
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (shared / f"{name}.whole").exists():
+                (shared / name).mkdir(exist_ok=True)
+                fill(shared / name)
+                (shared / f"{name}.whole").touch()
+        return shared / name
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def place(made_once):
+    return made_once("place", write_models)
+
+
+def write_models(folder):
     tiny_gated_deltanet(folder / "own")
     tiny_gated_deltanet(folder / "tied", tie_word_embeddings=True)
     tiny_stock_model("mamba2", folder / "mamba2")
     engine_tests().write_text(folder / "text.jsonl")
-    return folder
 
 
 @pytest.fixture(scope="module")
-def out(place, tmp_path_factory):
+def out(place, made_once):
     """The folder in which two processes ran all scenarios."""
-    folder = tmp_path_factory.mktemp("out")
+    return made_once("out", lambda folder: run_all(place, folder))
+
+
+def run_all(place, folder):
     train(place, folder / "from-one", "own", ALONE, on_step=killed_at(3))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__,
@@ -204,7 +229,6 @@ def out(place, tmp_path_factory):
         capture_output=True, text=True, check=False, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -380,6 +404,12 @@ def test_idle_passes_run_blocks_and_change_nothing(bench, model, part):
     handle.remove()
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     assert found[0].requires_grad
+
+
+def test_a_teacher_may_lie_anywhere(bench):
+    """DDP refuses modules on devices of several types, so it is not to see the teacher."""
+    objective = Objective(bench["own"].student, bench["own"].teacher)
+    assert {*objective.parameters()} == {*bench["own"].student.parameters()}
 
 
 def test_nothing_of_a_part_counts(bench):
