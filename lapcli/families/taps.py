@@ -4,8 +4,12 @@ What follows them, a short depthwise convolution and an activation, is done agai
 alone. So it does not matter whether the library runs it as a module, as a function or inside one kernel with all the
 rest, and no library function is replaced; it costs two small convolutions a layer and no memory beyond one layer's keys
 and queries. Positions that the attention mask leaves out are zeros, which add nothing to any sum.
+
+Passes that go on from a cache, without padding, give the keys and queries of one long pass: the last inputs of each
+convolution are kept for as long as the same cache comes back.
 """
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +21,9 @@ from transformers.activations import ACT2FN
 
 from lapcli.families.base import Observer, StatefulLayer, Tap
 
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""What mixers call their cache, by version of transformers."""
+
 
 @dataclass
 class _Taking:
@@ -27,12 +34,18 @@ class _Taking:
     observer: Observer
     mask: Tensor | None = None
     projected: dict[str, Tensor] = field(default_factory=dict)
+    pasts: "weakref.WeakKeyDictionary[Any, dict[str, Tensor]]" = field(default_factory=weakref.WeakKeyDictionary)
+    """By cache, the last outputs of each projection, which the convolution of the next pass over it begins with."""
+    past: dict[str, Tensor] | None = None
+    """Those of the cache that this pass is over; `None` without one."""
 
     def begin(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the mixer: remember which positions count."""
+        """Before the mixer: remember which positions count, and whether the pass goes on from the last one."""
         mask = kwargs.get("attention_mask")
         self.mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         self.projected.clear()
+        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        self.past = None if cache is None else self.pasts.setdefault(cache, {})
 
     def take(self, name: str, inputs: Tensor, output: Tensor) -> None:
         """After a projection: keep its output; when all are there, show the observer keys and queries."""
@@ -44,16 +57,32 @@ class _Taking:
         self.projected[name] = self._padded(output)
         if {keys.projection, queries.projection} <= self.projected.keys():
             q, k = (self._channels(tap) for tap in (queries, keys))
+            self._keep_past()
             self.projected.clear()
             self.observer.queries_keys(q, k)
 
     def _channels(self, tap: Tap) -> Tensor:
         """`[B, T, H, K]`, or with copies `[B, T, copies, H, K]`, after convolution and activation."""
-        layer = self.layer
-        values = _heads(self.projected[tap.projection], tap.offset, tap.stride, tap, layer)
+        layer, projected = self.layer, self.projected[tap.projection]
+        earlier = (self.past or {}).get(tap.projection)
+        if earlier is not None:
+            projected = torch.cat((earlier.to(projected), projected), 1)
+        values = _heads(projected, tap.offset, tap.stride, tap, layer)
         if tap.convolution is not None:
             values = _convolved(values, self.model.get_submodule(tap.convolution), tap, layer)
+        if earlier is not None:
+            values = values[:, earlier.shape[1] :]
         return self._counted(ACT2FN[tap.feature_map](ACT2FN[tap.activation](values)))
+
+    def _keep_past(self) -> None:
+        """Keep as many outputs of each projection as a convolution looks back."""
+        if self.past is None or self.layer.convolution is None:
+            return
+        for name, output in self.projected.items():
+            earlier = self.past.get(name)
+            whole = output if earlier is None else torch.cat((earlier.to(output), output), 1)
+            # A copy: a view would keep the whole output alive.
+            self.past[name] = whole[:, max(0, whole.shape[1] - self.layer.convolution.taps + 1) :].clone()
 
     def _padded(self, values: Tensor) -> Tensor:
         """`[B, T, D]` again where the library took the padding out and laid the rows one after the other (fla)."""
@@ -77,7 +106,7 @@ def attach_taps(model: nn.Module, layer: StatefulLayer, observer: Observer) -> l
     """Let an observer see a layer of a stock model through its taps.
 
     Args:
-        model: the stock model. Passes over cached tokens are not for observation.
+        model: the stock model.
         layer: with `keys` and `queries`.
         observer: called once a forward pass.
 

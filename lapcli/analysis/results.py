@@ -1,0 +1,211 @@
+"""The numbers of an analysis as they are stored, and what tables, pictures and the terminal take from them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapcli.analysis.spectra import pearson
+from lapcli.analysis.states import LayerFindings
+
+ROUNDING = 1e-6
+"""By how much, relatively, a bound may seem to be missed."""
+
+AXES = {
+    "positions": ["P"],
+    "*.layers.*.effective_rank": ["N", "P", "HV"],
+    "*.layers.*.kappa": ["N", "P", "HV"],
+    "*.layers.*.key_kappa": ["N", "P", "H"],
+    "*.layers.*.key_margin": ["N", "P", "HV"],
+    "*.layers.*.spectrum": ["HV", "min(K, V)"],
+    "conditioning.layers.*": ["all | kept | compared", "H", "sigma_min | sigma_max | kappa"],
+    "overlap.layers.*": ["H", "shared | Jaccard"],
+    "filters.layers.*": ["kept | dropped", "H", "W"],
+}
+
+
+def findings_tensors(label: str, index: int, found: LayerFindings, positions: int) -> dict[str, Tensor]:
+    """One layer's numbers under the names that the artifact gives them; fp32 where there is one a state."""
+    prefix = f"{label}.layers.{index}"
+    rank = found.stacked("rank", positions)
+    return {
+        f"{prefix}.effective_rank": rank.float(),
+        f"{prefix}.kappa": found.stacked("kappa", positions).float(),
+        f"{prefix}.key_kappa": found.stacked("key_kappa", positions).float(),
+        f"{prefix}.key_margin": found.stacked("key_margin", positions).float(),
+        f"{prefix}.spectrum": found.spectrum / (rank.shape[0] * rank.shape[1]),
+    }
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How a bound fared.
+
+    Attributes:
+        states: (sample, position, head)s that meet its premise.
+        share: of them that satisfy it, up to rounding; `None` where there are none.
+        margin: the smallest of (larger side) / (smaller side); `None` likewise.
+    """
+
+    states: int
+    share: float | None
+    margin: float | None
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"states": self.states, "share": self.share, "margin": self.margin}
+
+
+def bound_of(margins: Tensor) -> Bound:
+    """Judge margins (any shape); NaN where the premise is not met."""
+    met = margins[~margins.isnan()].double()
+    if met.numel() == 0:
+        return Bound(0, None, None)
+    return Bound(met.numel(), float((met >= 1 - ROUNDING).double().mean()), float(met.min()))
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """An analysis.
+
+    Attributes:
+        tensors: as `AXES` says.
+        record: labels of the models and sizes of their layers, output errors, counts.
+    """
+
+    tensors: Mapping[str, Tensor]
+    record: Mapping[str, Any]
+
+    @property
+    def labels(self) -> list[str]:
+        """The models, the base first."""
+        return list(self.record["layers"])
+
+    @property
+    def positions(self) -> list[int]:
+        """After how many tokens states were looked at."""
+        return self.tensors["positions"].tolist()
+
+    def layers(self, label: str) -> list[dict[str, int]]:
+        """Index and sizes of a model's stateful layers."""
+        return self.record["layers"][label]
+
+    @property
+    def base_layers(self) -> list[dict[str, int]]:
+        """Those of the first model."""
+        return self.layers(self.labels[0])
+
+    def _of(self, label: str, index: int, name: str) -> Tensor:
+        return self.tensors[f"{label}.layers.{index}.{name}"]
+
+    def effective_rank(self, label: str, index: int) -> Tensor:
+        """Mean over samples, fp64 `[P, HV]`."""
+        return self._of(label, index, "effective_rank").double().mean(0)
+
+    def utilisation(self, label: str) -> Tensor:
+        """`er / min(K, V)`, mean over samples, of all heads of all layers side by side: fp64 `[P, L HV]`."""
+        return torch.cat(
+            [self.effective_rank(label, layer["index"]) / _rank_limit(layer) for layer in self.layers(label)], -1
+        )
+
+    def kappa(self, label: str, index: int) -> Tensor:
+        """Of the states, fp64 `[N, P, HV]`."""
+        return self._of(label, index, "kappa").double()
+
+    def all_kappas(self, label: str) -> Tensor:
+        """Of all states of all layers, flat."""
+        return torch.cat([self.kappa(label, layer["index"]).flatten() for layer in self.layers(label)])
+
+    def spectrum(self, label: str, index: int) -> Tensor:
+        """Mean normalised singular values, fp64 `[HV, min(K, V)]`."""
+        return self._of(label, index, "spectrum")
+
+    def pearson(self, label: str) -> float | None:
+        """Correlation over heads of the mean utilisation with the base's; `None` of the base itself."""
+        if label == self.labels[0]:
+            return None
+        return pearson(self.utilisation(label).mean(0), self.utilisation(self.labels[0]).mean(0))
+
+    def bounds(self, label: str, index: int) -> dict[str, Bound]:
+        """The bounds of arXiv 2602.04852 (Eqs. 7 and 4) in one layer."""
+        layer = next(layer for layer in self.layers(label) if layer["index"] == index)
+        rank = self._of(label, index, "effective_rank").double()
+        readout = self.kappa(label, index) * (rank / _rank_limit(layer)).sqrt()
+        return {
+            "kappa(S) >= 1/sqrt(u)": bound_of(torch.where(rank > 0, readout, torch.nan)),
+            "er(S) >= nu(V)/kappa(K)^2": bound_of(self._of(label, index, "key_margin")),
+        }
+
+    def all_bounds(self, label: str) -> dict[str, Bound]:
+        """The bounds over all layers."""
+        found: dict[str, Bound] = {}
+        each = [self.bounds(label, layer["index"]) for layer in self.layers(label)]
+        for name in each[0]:
+            parts = [bounds[name] for bounds in each if bounds[name].states]
+            states = sum(part.states for part in parts)
+            held = sum((part.share or 0.0) * part.states for part in parts)
+            margins = [part.margin for part in parts if part.margin is not None]
+            found[name] = Bound(states, held / states if states else None, min(margins, default=None))
+        return found
+
+    def violated(self) -> list[str]:
+        """What bounds are missed beyond rounding, a sentence each; there should be none."""
+        return [
+            f"{name} is missed by {(1 - bound.share) * bound.states:.0f} of {bound.states} states of {label} "
+            f"(smallest ratio {bound.margin:.6g})"
+            for label in self.labels
+            for name, bound in self.all_bounds(label).items()
+            if bound.share is not None and bound.share < 1
+        ]
+
+    def conditioning(self, index: int) -> Tensor | None:
+        """`[2 or 3, H, 3]`: of all, the kept, and the compared channels; sigma_min, sigma_max, kappa."""
+        return self.tensors.get(f"conditioning.layers.{index}")
+
+    def overlap(self, index: int) -> Tensor | None:
+        """`[H, 2]`: shared channels and Jaccard index."""
+        return self.tensors.get(f"overlap.layers.{index}")
+
+    def filters(self, index: int) -> dict[str, Tensor]:
+        """By side `[2, H, W]`: mean absolute taps of kept and of dropped channels."""
+        names = {side: f"filters.layers.{index}.{side}" for side in ("key", "query")}
+        return {side: self.tensors[name] for side, name in names.items() if name in self.tensors}
+
+    def summary(self) -> dict[str, Any]:
+        """What the terminal and `--json` show: one row a model, and medians over all heads."""
+        models: dict[str, Any] = {}
+        for label in self.labels:
+            ranks = [self.effective_rank(label, layer["index"]).mean(0) for layer in self.layers(label)]
+            kappas = self.all_kappas(label)
+            models[label] = {
+                "utilisation": float(self.utilisation(label).mean()),
+                "effective_rank": float(torch.cat(ranks).mean()),
+                "pearson": self.pearson(label),
+                "kappa_median": float(kappas.median()),
+                "kappa_at_floor": self.record["floored"][label] / kappas.numel(),
+                "bounds": {name: bound.document() for name, bound in self.all_bounds(label).items()},
+                "output_error": self._output_error(label),
+            }
+        found: dict[str, Any] = {"models": models}
+        for name in ("conditioning", "overlap"):
+            parts = [getattr(self, name)(layer["index"]) for layer in self.base_layers]
+            if parts[0] is not None:
+                # Medians of the per-head values: kappa's is not the ratio of the other two.
+                found[name] = torch.cat(parts, -2).quantile(0.5, dim=-2).tolist()
+        return found
+
+    def _output_error(self, label: str) -> dict[str, float] | None:
+        """Median over layers of the relative errors of the mixers' outputs; `None` of the base."""
+        rows = self.record["output_error"].get(label)
+        if not rows:
+            return None
+        return {
+            name: float(torch.tensor([row[name] for row in rows], dtype=torch.float64).quantile(0.5))
+            for name in ("own", "base")
+        }
+
+
+def _rank_limit(layer: Mapping[str, int]) -> int:
+    return min(layer["key_width"], layer["value_width"])

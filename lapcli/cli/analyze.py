@@ -1,0 +1,205 @@
+"""`lapcli analyze`: what the state of each head holds."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lapcli.cli import options
+
+if TYPE_CHECKING:
+    from lapcli.analysis.settings import AnalysisSettings
+    from lapcli.artifacts import RunDirectory
+    from lapcli.families.source import ModelSource
+    from lapcli.stages.analysis import AnalysisInputs
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "analyze",
+        help="Look into the states: rank utilisation, spectra, conditioning, overlap, errors layer by layer; pictures.",
+    )(run)
+
+
+def run(
+    model: Annotated[
+        str | None, typer.Option(help="The model. Default: the run's base, sliced and recovered ones.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="What it is compared with. Default: the run's base model, or none with --model.")
+    ] = None,
+    data: options.Data = None,
+    samples: Annotated[int, typer.Option(help="Token sequences.", rich_help_panel="What the numbers depend on")] = 128,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens a sequence. Default: 2048, or what the model takes.",
+            rich_help_panel="What the numbers depend on",
+        ),
+    ] = None,
+    stride: Annotated[
+        int,
+        typer.Option(
+            help="Tokens between two positions at which states are looked at.",
+            rich_help_panel="What the numbers depend on",
+        ),
+    ] = 32,
+    skip: Annotated[
+        int,
+        typer.Option(help="Tokens passed over at the start.", rich_help_panel="What the numbers depend on"),
+    ] = 128,
+    compare: Annotated[
+        Path | None, typer.Option(help="A second selection, whose channels are compared with the run's.")
+    ] = None,
+    seed: options.Seed = 0,
+    run_path: options.Run = options.DEFAULT_RUN,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernel: options.Kernel = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write `RUN/analysis/`: numbers as one artifact, tables as CSV, pictures as PNG and SVG."""
+    from lapcli.cli import context, display
+    from lapcli.data import check_source, parse_mixture
+    from lapcli.machine import Machine
+    from lapcli.reporting import SilentReporter
+    from lapcli.stages.analysis import FILE, analyse, plan_analysis
+
+    directory = context.run_directory(run_path)
+    inputs = _inputs(model, baseline, compare, directory)
+    settings = _settings(inputs.base, data, samples, seq_len, stride, skip, seed)
+    machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    folder = directory.path / "analysis"
+    for part in parse_mixture(settings.data):
+        check_source(part.name)
+    if dry_run:
+        plan = plan_analysis(inputs, settings, machine=machine, reporter=SilentReporter())
+        states = len(settings.positions) * settings.samples
+        matrices = sum(states * layer.value_heads for layers in plan.layers.values() for layer in layers)
+        facts = {
+            "models": {label: source.name for label, source in inputs.models},
+            "artifacts": {name: str(artifact.path) for name, artifact in inputs.artifacts.items()} or None,
+            "text": settings.data,
+            "tokens": settings.samples * settings.positions[-1],
+            "states": matrices,
+            "writes": str(folder),
+        }
+        display.would_do(facts, as_json)
+        return
+    reporter = display.DisplayReporter(quiet or as_json)
+    with directory.lock():
+        analysis, worked, written = analyse(
+            inputs, settings, folder, machine=machine, overwrite=overwrite, reporter=reporter
+        )
+    summary = analysis.summary()
+    if as_json:
+        files = [str(path) for path in written]
+        display.emit({"analysis": str(folder / FILE), "worked": worked, **summary, "files": files})
+        return
+    if not quiet:
+        _show(summary)
+    done = "analysed" if worked else "nothing to measure, it is there already; tables and pictures were made anew"
+    display.closing(f"{done}: {folder} ({len(written)} tables and pictures)", quiet=quiet)
+
+
+def _settings(
+    source: "ModelSource",
+    data: str | None,
+    samples: int,
+    seq_len: int | None,
+    stride: int,
+    skip: int,
+    seed: int,
+) -> "AnalysisSettings":
+    """The settings, with the model's default text and length."""
+    from lapcli.analysis.settings import AnalysisSettings
+    from lapcli.cli import context
+    from lapcli.families.packed import text_part
+    from lapcli.recipe import default_calibration
+
+    longest = text_part(source.config).get("max_position_embeddings")
+    length = min(2048, longest) if isinstance(longest, int) and longest > 1 else 2048
+    values: dict[str, Any] = {
+        "data": data or default_calibration(source.is_demo)["data"],
+        "samples": samples,
+        "seq_len": length if seq_len is None else seq_len,
+        "stride": stride,
+        "skip": skip,
+        "seed": seed,
+    }
+    return context.from_command_line(AnalysisSettings, values)
+
+
+def _inputs(model: str | None, baseline: str | None, compare: Path | None, run: "RunDirectory") -> "AnalysisInputs":
+    """What was named, or what the run holds."""
+    from lapcli.artifacts import read_artifact
+    from lapcli.cli import context
+    from lapcli.errors import ArtifactError, UsageError
+    from lapcli.families.source import resolve_model
+    from lapcli.stages.analysis import AnalysisInputs
+    from lapcli.stages.evaluation import models_of
+
+    if model is not None:
+        if compare is not None:
+            raise UsageError("--compare holds a selection against the run's, and --model is of no run", "drop one")
+        chosen = [("model", resolve_model(model))]
+        return AnalysisInputs(chosen if baseline is None else [("base", resolve_model(baseline)), *chosen])
+    base = resolve_model(baseline) if baseline is not None else context.base_model(None, run)
+    models = models_of(run, base)
+    selection = read_artifact(run.selection, "selection") if run.selection.is_file() else None
+    calibration = read_artifact(run.calibration, "calibration") if run.calibration.is_file() else None
+    if compare is not None and selection is None:
+        raise ArtifactError(
+            f"--compare: there is no selection in {run.path} to compare with",
+            "make one with `lapcli prune --ratio 0.5`",
+        )
+    other = None if compare is None else read_artifact(compare, "selection")
+    return AnalysisInputs(models, selection, calibration if selection is not None else None, other)
+
+
+def _number(value: float | None, form: str = ".3g") -> str:
+    return "–" if value is None else f"{value:{form}}"
+
+
+def _show(summary: dict[str, Any]) -> None:
+    from lapcli.cli import display
+
+    rows: list[list[str]] = []
+    for label, found in summary["models"].items():
+        error = found["output_error"] or {"own": None, "base": None}
+        rows.append(
+            [
+                label,
+                _number(found["utilisation"]),
+                _number(found["effective_rank"]),
+                _number(found["pearson"], ".2f"),
+                _number(found["kappa_median"]),
+                _number(error["own"]),
+                _number(error["base"]),
+            ]
+        )
+    columns = ["model", "utilisation", "effective rank", "Pearson", "κ(S), median", "output error", "on base's inputs"]
+    display.table("states, mean over heads", columns, rows)
+    bounds = [
+        [label, name, str(bound["states"]), _number(bound["share"], ".4%"), _number(bound["margin"], ".4g")]
+        for label, found in summary["models"].items()
+        for name, bound in found["bounds"].items()
+    ]
+    display.table("bounds", ["model", "bound", "states", "satisfied", "smallest ratio"], bounds, text_columns=2)
+    if "conditioning" in summary:
+        names = ("all channels", "kept", "compared")
+        parts = [[name, *map(_number, row)] for name, row in zip(names, summary["conditioning"], strict=False)]
+        display.table("joint columns, medians over heads", ["", "σ_min", "σ_max", "κ"], parts)
+    if "overlap" in summary:
+        shared, jaccard = summary["overlap"]
+        display.table(
+            "overlap of the selections, medians over heads",
+            ["shared channels", "Jaccard"],
+            [[_number(shared), _number(jaccard)]],
+            text_columns=0,
+        )
