@@ -134,8 +134,10 @@ def _kappa(analysis: Analysis, figure: Any) -> bool:
     axes = figure.subplots()
     for label, line in zip(analysis.labels, _LINES, strict=False):
         values = analysis.all_kappas(label).sort().values
-        # A few hundred points draw the same line as a million.
-        places = torch.linspace(0, len(values) - 1, min(len(values), 400)).long()
+        # Lower limits are no values: the line ends before them, at the share of the others. A few hundred points draw
+        # the same line as a million.
+        told = len(values) - analysis.record["floored"][label]
+        places = torch.linspace(0, told - 1, min(told, 400)).long()
         shares = ((places + 1) / len(values)).tolist()
         axes.semilogx(values[places].tolist(), shares, markevery=_few(len(places)), label=label, **line)
     axes.set(xlabel=r"condition number of a state $\kappa(S)$", ylabel="share of states up to it", ylim=(0, 1))

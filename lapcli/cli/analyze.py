@@ -179,11 +179,21 @@ def _show(summary: dict[str, Any]) -> None:
                 _number(found["effective_rank"]),
                 _number(found["pearson"], ".2f"),
                 _number(found["kappa_median"]),
+                _number(found["kappa_at_floor"], ".1%"),
                 _number(error["own"]),
                 _number(error["base"]),
             ]
         )
-    columns = ["model", "utilisation", "effective rank", "Pearson", "κ(S), median", "output error", "on base's inputs"]
+    columns = [
+        "model",
+        "utilisation",
+        "effective rank",
+        "Pearson",
+        "κ(S), median",
+        "lower limits",
+        "output error",
+        "on base's inputs",
+    ]
     display.table("states, mean over heads", columns, rows)
     bounds = [
         [label, name, str(bound["states"]), _number(bound["share"], ".4%"), _number(bound["margin"], ".4g")]
