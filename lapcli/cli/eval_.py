@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lapcli.cli import options
+from lapcli.parallel import jointly, processes
 from lapcli.pipeline import stage
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("eval", help=stage("eval").summary)(run)
+    app.command("eval", help=stage("eval").summary)(jointly(run))
 
 
 def run(
@@ -81,7 +82,8 @@ def run(
         niah_haystack=niah_haystack,
         seed=seed,
     )
-    chosen_options = EvaluationOptions(task_data=task_data, batch_size=batch_size)
+    ours = processes()
+    chosen_options = EvaluationOptions(task_data=task_data, batch_size=batch_size, processes=ours)
     checks = [parse_check(text) for text in fail_if or ()]
     infos = parse_tasks(tasks)
     models = _models(model, baseline, directory)
@@ -89,7 +91,7 @@ def run(
         _check_checks(checks, infos, len(models))
 
     from lapcli.machine import Machine
-    from lapcli.stages.evaluation import evaluate_into, plan_stage
+    from lapcli.stages.evaluation import evaluate_into, help_evaluate, plan_stage
 
     machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
     plan = plan_stage(
@@ -105,6 +107,13 @@ def run(
                 "writes": str(directory.evaluation),
             },
             as_json,
+        )
+        return
+    # All have read what is there before any is done with a task, which takes all of them.
+    ours.wait()
+    if not ours.leader:
+        help_evaluate(
+            directory.evaluation, models, tasks, settings, options=chosen_options, machine=machine, overwrite=overwrite
         )
         return
     reporter = display.DisplayReporter(quiet or as_json)

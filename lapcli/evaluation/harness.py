@@ -337,7 +337,8 @@ def _group_scores(
             Score(
                 task=name,
                 metric=shown,
-                higher_is_better=directions.get(metric),
+                # lm-eval gives a group of groups no direction.
+                higher_is_better=directions.get(metric, members[0].higher_is_better if members else None),
                 estimate=ours,
                 settings={
                     **shared,

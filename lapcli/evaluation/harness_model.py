@@ -2,15 +2,17 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lapcli.errors import DataError
 from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.evaluation.settings import Bos
+from lapcli.parallel import Processes
 from lapcli.reporting import Reporter
 
 # The decorator that registers it hides the class from type checkers.
@@ -65,7 +67,12 @@ class InMemoryModel(_HFLM):
                 f"{self._task} has the model write up to {longest} tokens; a request holds {self.max_length} in all",
                 f"give a --max-length above {longest}",
             )
-        return super().generate_until(requests, disable_tqdm=True)
+        ours = self._loaded.processes
+        # Long prompts lie beside long ones, so that every process has as many of them.
+        order = sorted(range(len(requests)), key=lambda index: -len(requests[index].args[0]))
+        mine = order[ours.rank :: ours.size]
+        written = super().generate_until([requests[index] for index in mine], disable_tqdm=True)
+        return _gathered(ours, len(requests), dict(zip(mine, written, strict=True)))
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         for _, _, continuation in requests:
@@ -88,6 +95,21 @@ class InMemoryModel(_HFLM):
                 description=f"{self._task} on {self._loaded.name}",
             )
         return [(answer.log_probability, answer.greedy) for answer in answers]
+
+
+def _gathered(processes: Processes, count: int, texts: Mapping[int, str]) -> list[str]:
+    """The texts of all processes, each of which has those of its numbers."""
+    if processes.size == 1:
+        return [texts[index] for index in range(count)]
+    sizes = torch.zeros(count, dtype=torch.int64)
+    for index, text in texts.items():
+        sizes[index] = len(text.encode())
+    processes.add([sizes])
+    letters = torch.zeros(count, max(sizes.tolist(), default=0), dtype=torch.uint8)
+    for index, text in texts.items():
+        letters[index, : sizes[index]] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    processes.add([letters])
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(letters, sizes.tolist(), strict=True)]
 
 
 def make_model(

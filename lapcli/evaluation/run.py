@@ -192,7 +192,7 @@ def evaluate(
             continue
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         model = load_model(source, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code)
-        loaded = LoadedModel(model=model, tokenizer=tokenizer, name=label)
+        loaded = LoadedModel(model=model, tokenizer=tokenizer, name=label, processes=options.processes)
         measured.append(
             ModelScores(
                 label=label,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lapcli.errors import ModelError
+from lapcli.parallel import ALONE, Processes
 from lapcli.reporting import Reporter
 
 # On a GPU, logits of one pass in elements: 1 GB in fp32. On a CPU, tokens of one pass: more of them fall out of the
@@ -56,11 +57,13 @@ class LoadedModel:
         model: a causal language model in eval mode, on its device.
         tokenizer: fits the model.
         name: for messages.
+        processes: those that hold this model and score it together, each its share; all of them call `score` alike.
     """
 
     model: Any
     tokenizer: Any
     name: str
+    processes: Processes = ALONE
 
 
 def score(
@@ -85,21 +88,25 @@ def score(
 
     Raises:
         ModelError: the logits are not numbers, or memory runs out on a single row.
+        LapcliError: another process ended.
     """
-    answers: list[Scored | None] = [None] * len(requests)
+    found = torch.zeros(len(requests), 2, dtype=torch.float64)  # log-probability, greedy
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
+    order = order[loaded.processes.rank :: loaded.processes.size]
     runner = _Runner(loaded, batch_size, reporter)
-    total = sum(len(request.tokens) - 1 for request in requests)
+    total = sum(len(requests[index].tokens) - 1 for index in order)
     with reporter.task(description, total=total, unit="tokens") as progress, torch.inference_mode():
         position = 0
         while position < len(order):
             batch = order[position : position + runner.rows(len(requests[order[position]].tokens) - 1)]
-            found = runner.run([requests[index] for index in batch])
-            for index, answer in zip(batch, found, strict=False):
-                answers[index] = answer
+            answers = runner.run([requests[index] for index in batch])
+            for index, answer in zip(batch, answers, strict=False):
+                found[index] = torch.tensor(answer, dtype=torch.float64)
                 position += 1
                 progress.advance(len(requests[index].tokens) - 1)
-    return [answer for answer in answers if answer is not None]
+    # Each row was filled by one process and is zeros elsewhere.
+    loaded.processes.add([found])
+    return [Scored(total, bool(greedy)) for total, greedy in found.tolist()]
 
 
 def greedy_continuations(

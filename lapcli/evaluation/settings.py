@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from lapcli.errors import UsageError
+from lapcli.parallel import ALONE, Processes
 
 DEFAULT_MAX_LENGTH = 2048
 MIN_MAX_LENGTH = 2
@@ -69,10 +70,12 @@ class EvaluationOptions:
     Attributes:
         task_data: folder with local copies of task data (see `lapcli.evaluation.local_data`).
         batch_size: rows per forward pass; `None`: as many as suit the device.
+        processes: those that evaluate together, each its share of the requests; all call `evaluate` alike.
     """
 
     task_data: Path | None = None
     batch_size: int | None = None
+    processes: Processes = ALONE
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:

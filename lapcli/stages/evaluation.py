@@ -124,6 +124,36 @@ def evaluate_into(
     return evaluation, worked
 
 
+def help_evaluate(
+    output: Path,
+    models: Sequence[tuple[str, ModelSource]],
+    tasks: Sequence[str],
+    settings: EvaluationSettings,
+    *,
+    options: EvaluationOptions,
+    machine: Machine,
+    overwrite: bool = False,
+) -> None:
+    """Take a share of an evaluation that another process leads with `evaluate_into`, and write nothing.
+
+    The arguments are those of `evaluate_into`.
+
+    Raises:
+        LapcliError: see `lapcli.evaluation.run.evaluate`.
+    """
+    evaluate(
+        models,
+        tasks,
+        settings,
+        options=options,
+        device=machine.torch_device(),
+        dtype=machine.torch_dtype(models[0][1].config),
+        kernel=machine.kernel,
+        trust_remote_code=machine.trust_remote_code,
+        earlier=None if overwrite else read_evaluation(output),
+    )
+
+
 def _there(output: Path, overwrite: bool, reporter: Reporter) -> Evaluation | None:
     """The evaluation that is there; a damaged one gives way when told, and a copy of it stays."""
     try:
