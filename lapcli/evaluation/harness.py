@@ -188,7 +188,7 @@ def load_task(name: str, harness_name: str, task_data: Path | None) -> HarnessTa
             task.set_config(key="num_fewshot", value=0)
         if harness_name in _CLASSES:
             # Each of them says "until a newline, 48 tokens at most" of what is not set, and lm-eval's defaults for all
-            # tasks set both (a blank line, 256 tokens). The task's own word is what its authors measured with.
+            # tasks set both (a blank line, 256 tokens). The task's own word is taken.
             greedy = {"do_sample": False, "temperature": 0.0}
             task.set_config(key="generation_kwargs", value=greedy)
     return HarnessTask(name=name, loaded=loaded, notes=notes)
