@@ -26,17 +26,14 @@ AXES = {
 }
 
 
-def findings_tensors(label: str, index: int, found: LayerFindings, positions: int) -> dict[str, Tensor]:
+def findings_tensors(label: str, index: int, found: LayerFindings) -> dict[str, Tensor]:
     """One layer's numbers under the names that the artifact gives them; fp32 where there is one a state."""
     prefix = f"{label}.layers.{index}"
-    rank = found.stacked("rank", positions)
-    return {
-        f"{prefix}.effective_rank": rank.float(),
-        f"{prefix}.kappa": found.stacked("kappa", positions).float(),
-        f"{prefix}.key_kappa": found.stacked("key_kappa", positions).float(),
-        f"{prefix}.key_margin": found.stacked("key_margin", positions).float(),
-        f"{prefix}.spectrum": found.spectrum / (rank.shape[0] * rank.shape[1]),
-    }
+    names = {"effective_rank": found.rank, "kappa": found.kappa}
+    names |= {"key_kappa": found.key_kappa, "key_margin": found.key_margin}
+    each = {f"{prefix}.{name}": values.float() for name, values in names.items()}
+    states = found.rank.shape[0] * found.rank.shape[1]
+    return {**each, f"{prefix}.spectrum": found.spectrum / states}
 
 
 @dataclass(frozen=True)

@@ -170,34 +170,48 @@ class Walker:
 
 @dataclass
 class LayerFindings:
-    """What is found of one layer of one model.
+    """What is found of one layer of one model, `N` samples at `P` positions. The tensors are fp64 on the CPU.
+
+    They are there from the start: small results that are left between large matrices keep the memory of those from
+    being given back.
 
     Attributes:
-        rank: effective rank, fp64 `[N, P, HV]` (N samples, P positions).
-        kappa: of the states, fp64 `[N, P, HV]`; see `Spectrum.kappa`.
-        floored: how many of them are lower limits.
-        key_kappa: of the keys so far, fp64 `[N, P, H]`; infinite where they do not span all channels.
-        key_margin: see `KeyBound.margin`, fp64 `[N, P, HV]`.
-        spectrum: sum over samples and positions of the normalised singular values, fp64 `[HV, min(K, V)]`.
+        rank: effective rank, `[N, P, HV]`.
+        kappa: of the states, `[N, P, HV]`; see `Spectrum.kappa`.
+        key_kappa: of the keys so far, `[N, P, H]`; infinite where they do not span all channels.
+        key_margin: see `KeyBound.margin`, `[N, P, HV]`.
+        spectrum: sum over samples and positions of the normalised singular values, `[HV, min(K, V)]`.
+        floored: how many of `kappa` are lower limits.
         squares: of the errors of the mixer's output, and of the base's output: on its own inputs, and on the base's.
     """
 
-    rank: list[Tensor] = field(default_factory=list)
-    kappa: list[Tensor] = field(default_factory=list)
+    rank: Tensor
+    kappa: Tensor
+    key_kappa: Tensor
+    key_margin: Tensor
+    spectrum: Tensor
     floored: int = 0
-    key_kappa: list[Tensor] = field(default_factory=list)
-    key_margin: list[Tensor] = field(default_factory=list)
-    spectrum: Tensor = field(default_factory=lambda: torch.zeros(()))
     squares: dict[str, list[float]] = field(default_factory=lambda: {"own": [0.0, 0.0], "base": [0.0, 0.0]})
 
-    def add_position(self, found: Spectrum, bound: KeyBound) -> None:
+    @classmethod
+    def of(cls, layer: StatefulLayer, samples: int, positions: int) -> "LayerFindings":
+        """Nothing found yet."""
+
+        def room(heads: int) -> Tensor:
+            return torch.full((samples, positions, heads), torch.nan, dtype=torch.float64)
+
+        least = min(layer.key_width, layer.value_width)
+        values = torch.zeros(layer.value_heads, least, dtype=torch.float64)
+        return cls(room(layer.value_heads), room(layer.value_heads), room(layer.heads), room(layer.value_heads), values)
+
+    def add(self, rows: slice, position: int, found: Spectrum, bound: KeyBound) -> None:
         """Add the states of a batch at one position."""
-        self.rank.append(found.effective_rank.cpu())
-        self.kappa.append(found.kappa.cpu())
+        self.rank[rows, position] = found.effective_rank.cpu()
+        self.kappa[rows, position] = found.kappa.cpu()
+        self.key_kappa[rows, position] = bound.kappa.cpu()
+        self.key_margin[rows, position] = bound.margin.cpu()
+        self.spectrum += found.normalised.sum(0).cpu()
         self.floored += int(found.floored.sum())
-        self.key_kappa.append(bound.kappa.cpu())
-        self.key_margin.append(bound.margin.cpu())
-        self.spectrum = self.spectrum + found.normalised.sum(0).cpu()
 
     def add_error(self, inputs: str, output: Tensor, base: Tensor) -> None:
         """Add the errors of a stretch's outputs `[B, T, D]`."""
@@ -209,12 +223,6 @@ class LayerFindings:
         """`||o - o_base|| / ||o_base||` over all tokens; `None` where there was nothing to compare."""
         wrong, whole = self.squares[inputs]
         return (wrong / whole) ** 0.5 if whole > 0 else None
-
-    def stacked(self, name: str, positions: int) -> Tensor:
-        """One of the lists of `[B, heads]` as `[N, P, heads]`: of each batch in turn, all positions."""
-        values: list[Tensor] = getattr(self, name)
-        batches = [torch.stack(values[start : start + positions], 1) for start in range(0, len(values), positions)]
-        return torch.cat(batches)
 
 
 Findings = dict[str, dict[int, LayerFindings]]
@@ -243,7 +251,8 @@ def walk(
     """
     base = next(iter(walkers))
     found: Findings = {
-        label: {layer.index: LayerFindings() for layer in walker.layers} for label, walker in walkers.items()
+        label: {layer.index: LayerFindings.of(layer, len(ids), len(positions)) for layer in walker.layers}
+        for label, walker in walkers.items()
     }
     device = walkers[base].body.device
     threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -255,14 +264,16 @@ def walk(
             rows = ids[first : first + batch].to(device)
             for walker in walkers.values():
                 walker.restart()
-            for start, stop in zip([0, *positions[:-1]], positions, strict=True):
+            batch_rows = slice(first, first + len(rows))
+            for number, (start, stop) in enumerate(zip([0, *positions[:-1]], positions, strict=True)):
                 stretch = rows[:, start:stop]
                 for label, walker in walkers.items():
                     walker.step(stretch)
                     if label != base:
                         walker.step_alongside(stretch, walkers[base].own.inputs)
                         _compare(walker, walkers[base], found[label])
-                    _measure(walker, found[label], pool, label)
+                    for index, (measured, bound) in _measure(walker, pool, label).items():
+                        found[label][index].add(batch_rows, number, measured, bound)
                     if advance is not None:
                         advance(stretch.numel())
     return found
@@ -274,7 +285,7 @@ def _compare(walker: Walker, base: Walker, found: dict[int, LayerFindings]) -> N
         layer.add_error("base", walker.alongside.outputs[index], base.own.outputs[index])
 
 
-def _measure(walker: Walker, found: dict[int, LayerFindings], pool: ThreadPoolExecutor, label: str) -> None:
+def _measure(walker: Walker, pool: ThreadPoolExecutor, label: str) -> dict[int, tuple[Spectrum, KeyBound]]:
     """Measure all layers, a thread each: LAPACK takes the matrices of a batch one after the other."""
 
     def measure(layer: StatefulLayer) -> tuple[Spectrum, KeyBound]:
@@ -288,6 +299,6 @@ def _measure(walker: Walker, found: dict[int, LayerFindings], pool: ThreadPoolEx
             measured = spectrum(state)
             return measured, key_bound(state, measured.effective_rank, walker.gram(layer))
 
+    indices = [layer.index for layer in walker.layers]
     with one_blas_thread():
-        for layer, (measured, bound) in zip(walker.layers, pool.map(measure, walker.layers), strict=True):
-            found[layer.index].add_position(measured, bound)
+        return dict(zip(indices, pool.map(measure, walker.layers), strict=True))

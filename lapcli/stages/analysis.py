@@ -267,7 +267,7 @@ def _measure(
     tensors: dict[str, Tensor] = {"positions": torch.tensor(positions)}
     for label, layers in found.items():
         for index, layer in layers.items():
-            tensors |= findings_tensors(label, index, layer, len(positions))
+            tensors |= findings_tensors(label, index, layer)
     tensors |= _of_selections(inputs, plan)
     record = {
         "tokens": settings.samples * positions[-1],

@@ -95,8 +95,8 @@ def test_a_model_beside_itself_makes_no_error_and_measures_the_same(tmp_path):
     for index, layer in found["again"].items():
         assert layer.error("own") == layer.error("base") == 0.0
         assert found["base"][index].error("own") is None
-        assert layer.stacked("rank", 3).shape == (2, 3, 2)
-        assert torch.equal(layer.stacked("rank", 3), found["base"][index].stacked("rank", 3))
+        assert layer.rank.shape == (2, 3, 2)
+        assert torch.equal(layer.rank, found["base"][index].rank)
 
 
 def test_batches_and_what_comes_after_the_last_position_change_nothing(tmp_path):
@@ -104,7 +104,7 @@ def test_batches_and_what_comes_after_the_last_position_change_nothing(tmp_path)
     one, both = walk({"a": walker}, IDS, [8, 40], batch=1)["a"], walk({"a": walker}, IDS[:, :40], [8, 40], batch=2)["a"]
     for index, layer in one.items():
         for name in ("rank", "kappa", "key_margin"):
-            assert torch.allclose(layer.stacked(name, 2), both[index].stacked(name, 2), rtol=1e-6, equal_nan=True)
+            assert torch.allclose(getattr(layer, name), getattr(both[index], name), rtol=1e-6, equal_nan=True)
 
 
 def test_errors_of_a_changed_mixer_are_found_where_they_arise(tmp_path):
@@ -135,7 +135,7 @@ def test_an_fp32_model_s_measures_are_those_of_its_fp64_twin(tmp_path):
         walk({"a": walker_of(folder, d)}, IDS, [40], batch=2)["a"] for d in (torch.float32, torch.float64)
     )
     for index, layer in single.items():
-        assert torch.allclose(layer.stacked("rank", 1), double[index].stacked("rank", 1), rtol=1e-4)
+        assert torch.allclose(layer.rank, double[index].rank, rtol=1e-4)
 
 
 def test_the_walked_state_is_measured_as_it_is(tmp_path):
@@ -144,5 +144,5 @@ def test_the_walked_state_is_measured_as_it_is(tmp_path):
     for layer in walker.layers:
         values = torch.linalg.svdvals(walker.state(layer).double())
         wanted = (values**2).sum(-1) / values[..., 0] ** 2
-        assert torch.allclose(found[layer.index].stacked("rank", 1)[:, 0], wanted, rtol=1e-10)
+        assert torch.allclose(found[layer.index].rank[:, 0], wanted, rtol=1e-10)
         assert torch.allclose(spectrum(walker.state(layer)).squares.sqrt()[..., :20], values[..., :20], rtol=1e-6)
