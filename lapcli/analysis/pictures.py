@@ -49,7 +49,7 @@ def require_matplotlib() -> None:
 
 
 def draw(analysis: Analysis, folder: Path) -> list[Path]:
-    """Draw every picture that there are numbers for, as `NAME.png` and `NAME.svg`.
+    """Draw every picture that there are numbers for, as `NAME.png` and `NAME.svg`; those of earlier numbers go.
 
     Returns:
         The files.
@@ -57,6 +57,9 @@ def draw(analysis: Analysis, folder: Path) -> list[Path]:
     Raises:
         LapcliError: matplotlib is not installed.
     """
+    for name in _PICTURES:
+        for kind in FORMATS:
+            (folder / f"{name}.{kind}").unlink(missing_ok=True)
     require_matplotlib()
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -67,12 +70,8 @@ def draw(analysis: Analysis, folder: Path) -> list[Path]:
         with rc_context(_STYLE):
             figure = Figure(figsize=size, layout="constrained")
             FigureCanvasAgg(figure)
-            drawn = picture(analysis, figure)
-            for kind in FORMATS:
+            for kind in FORMATS if picture(analysis, figure) else ():
                 path = folder / f"{name}.{kind}"
-                if not drawn:
-                    path.unlink(missing_ok=True)
-                    continue
                 with atomic_file(path) as temporary:
                     dated: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {}
                     figure.savefig(temporary, format=kind, dpi=150, **dated)
