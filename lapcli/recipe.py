@@ -158,7 +158,7 @@ def default_calibration(is_demo: bool) -> dict[str, Any]:
 def default_recovery(is_demo: bool) -> dict[str, Any]:
     """The default text and its amount: minutes on a laptop for a shipped model, the paper's (App. A) otherwise."""
     if is_demo:
-        return {"data": "builtin", "seq_len": 512, "samples": 512, "batch": 8, "lr": 1e-3, "lr_min": 1e-4}
+        return {"data": "builtin", "seq_len": 512, "samples": 512, "batch": 8, "lr": 2e-3, "lr_min": 2e-4}
     return {"data": "fineweb", "seq_len": 2048, "samples": 32000}
 
 

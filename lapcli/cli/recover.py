@@ -46,7 +46,7 @@ def run(
         int | None, _option("Sequences of a step, over all GPUs. Default: 16 (demo models: 8).")
     ] = None,
     seq_len: Annotated[int | None, _option("Tokens a sequence. Default: 2048 (demo models: 512).")] = None,
-    lr: Annotated[float | None, _option("Largest learning rate. Default: 1e-4 (demo models: 1e-3).")] = None,
+    lr: Annotated[float | None, _option("Largest learning rate. Default: 1e-4 (demo models: 2e-3).")] = None,
     lr_min: Annotated[float | None, _option("Last learning rate. Default: a tenth of --lr.")] = None,
     warmup: Annotated[float | None, _option("Share of the steps in which the rate rises. Default: 0.05.")] = None,
     weight_decay: Annotated[float | None, _option("Of AdamW. Default: 0.")] = None,

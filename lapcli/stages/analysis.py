@@ -275,7 +275,7 @@ def _measure(
         "text": blocks.description,
         "device": device.type,
         "dtype": _name(dtype),
-        "layers": {label: [_sizes(layer) for layer in layers] for label, layers in plan.layers.items()},
+        "models": {label: [_sizes(layer) for layer in layers] for label, layers in plan.layers.items()},
         "floored": {label: sum(layer.floored for layer in layers.values()) for label, layers in found.items()},
         "output_error": {
             label: [{name: layer.error(name) for name in ("own", "base")} for layer in layers.values()]
@@ -292,7 +292,8 @@ def _sizes(layer: StatefulLayer) -> dict[str, int]:
 
 def _batch(layers: Mapping[str, Sequence[StatefulLayer]], settings: AnalysisSettings, device: str) -> int:
     """Documents at a time: as many as states and activations have room for."""
-    each = sum(bytes_per_sample(found) for found in layers.values())
+    # Twice of each: what the base's inputs make of the others takes as much again, without the keys.
+    each = 2 * sum(bytes_per_sample(found) for found in layers.values())
     by_states = _STATE_BYTES.get(device, _STATE_BYTES["cpu"]) // each
     by_tokens = _TOKENS_AT_ONCE.get(device, _TOKENS_AT_ONCE["cpu"]) // (settings.skip + settings.stride)
     return max(1, min(by_states, by_tokens, settings.samples))

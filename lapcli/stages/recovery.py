@@ -340,7 +340,10 @@ def recover_into(
         settings={key: value for key, value in lineage.settings.items() if key not in ("rank", "alpha")},
         parents=dict(lineage.parents), overwrite=True,
     )  # fmt: skip
-    draw_curve(lines, plan.folder / PICTURE)
+    try:
+        draw_curve(lines, plan.folder / PICTURE)
+    except ImportError:
+        reporter.notice(f"{plan.folder / PICTURE} was not drawn: that needs matplotlib")
     record["reloaded"] = asdict(_merge(plan, adapter, record, sample, machine, reporter))
     write_document(plan.folder / SUMMARY, replace(lineage, record={**record, "wall_seconds": time.monotonic() - begun}))
     label = "control" if plan.settings.control else "recovered"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from lapcli.artifacts import atomic_file
-from lapcli.errors import LapcliError
 
 
 def draw_curve(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
@@ -16,13 +15,11 @@ def draw_curve(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
         path: the PNG to write.
 
     Raises:
-        LapcliError: matplotlib is not installed.
+        ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise LapcliError("drawing the training curve needs matplotlib", "pip install matplotlib") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     tokens = {0: 0}
     steps: list[Mapping[str, Any]] = []
     validations: list[Mapping[str, Any]] = []
