@@ -89,9 +89,8 @@ class Study:
         """Everything that is not there yet."""
         self.work.mkdir(parents=True, exist_ok=True)
         calibration = self.work / "calibration.safetensors"
-        kernel = ("--kernel", self.options.kernel)
         if not calibration.is_file():
-            self.lapcli(0, "calibrate", "demo:gdn", "--grad", *kernel, "--output", str(calibration),
+            self.lapcli(0, "calibrate", "demo:gdn", "--grad", "--kernel", "chunked", "--output", str(calibration),
                         "--run", str(self.work / "first"))  # fmt: skip
         wanted = [cell for cell in cells(self.options.seeds) if cell.name not in self.done]
         with ThreadPoolExecutor(self.options.workers) as pool:
@@ -101,19 +100,24 @@ class Study:
         options = self.options
         gpu = number % max(1, options.gpus)
         run = self.work / cell.name
-        kernel = ("--kernel", options.kernel, "--run", str(run))
+        place = ("--run", str(run))
+        # Only the unpruned model and slices that were not measured yet are measured beside the trained one.
+        made = "recovered" if cell.ratio else "control"
+        again = cell.seed > 0 and cell.method != "rand"
+        alone = ("--model", str(run / made)) if again else ()
         try:
             self._prune(cell, run, gpu, calibration)
             training = [
                 "recover", "--data", options.data, "--steps", str(options.steps), "--batch-size", str(options.batch),
                 "--seq-len", str(options.seq_len), "--lr", str(options.lr), "--micro-batch", str(options.micro_batch),
-                "--seed", str(cell.seed), "--validate-every", "50", "--save-every", "1000", *kernel,
+                "--seed", str(cell.seed), "--validate-every", "50", "--save-every", "1000", *place,
+                "--kernel", options.kernel,
             ]  # fmt: skip
             seconds = self.lapcli(gpu, *training, *([] if cell.ratio else ["--control"]))
             # As the CPU's tables are measured: in fp32.
             measured = self.lapcli(
                 gpu, "eval", "builtin", f"text:{options.books}", "niah", "niah_noise", "--limit", str(options.limit),
-                "--dtype", "float32", *kernel,
+                "--dtype", "float32", "--kernel", "chunked", *alone, *place,
             )  # fmt: skip
             folder = run / ("recovery" if cell.ratio else "recovery-control")
             found = {
@@ -185,7 +189,11 @@ def write(path: Path) -> str:
 
 def _values(cell: dict[str, Any], label: str) -> list[tuple[float, float | None]]:
     """Value and standard error of each column."""
-    by_key = {(row["task"].split(":")[0], row["metric"], row["length"]): row["values"][label] for row in cell["rows"]}
+    if label not in cell["rows"][0]["values"]:
+        label = "model"
+    by_key = {
+        (row["task"].split(":")[0], row["metric"], row["length"]): row["values"].get(label) for row in cell["rows"]
+    }
     return [(by_key[key]["value"], by_key[key]["stderr"]) for key in COLUMNS.values()]
 
 
@@ -216,7 +224,7 @@ def main() -> None:
     run.add_argument("--seq-len", type=int, default=1024)
     run.add_argument("--limit", type=int, default=100, help="windows and prompts of each task")
     run.add_argument("--lr", type=float, default=2e-3)
-    run.add_argument("--kernel", default="chunked")
+    run.add_argument("--kernel", default="chunked", help="that trains; `chunked` calibrates and measures")
     run.add_argument("--gpus", type=int, default=0, help="0: on the CPU")
     run.add_argument("--workers", type=int, default=1)
     shown = commands.add_parser("write", help="print the tables")
