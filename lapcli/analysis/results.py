@@ -78,7 +78,7 @@ class Analysis:
     @property
     def labels(self) -> list[str]:
         """The models, the base first."""
-        return list(self.record["layers"])
+        return list(self.record["models"])
 
     @property
     def positions(self) -> list[int]:
@@ -87,7 +87,7 @@ class Analysis:
 
     def layers(self, label: str) -> list[dict[str, int]]:
         """Index and sizes of a model's stateful layers."""
-        return self.record["layers"][label]
+        return self.record["models"][label]
 
     @property
     def base_layers(self) -> list[dict[str, int]]:

@@ -89,6 +89,10 @@ def test_a_run_beside_its_base(lapcli, pruned, text, tmp_path, monkeypatch):
     assert document["models"]["sliced"]["pearson"] is not None
     assert len(document["conditioning"]) == 3
 
+    code, out, err = lapcli("inspect", folder / "analysis.safetensors", "--json")
+    assert code == 0, err
+    assert json.loads(out)["facts"]["kind"] == "analysis"
+
     # Another stride is another analysis; without --compare its tables go.
     code, _out, err = lapcli("analyze", "--data", text, *SIZES, "--stride", "16")
     assert code == 1
