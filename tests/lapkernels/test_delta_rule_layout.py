@@ -25,7 +25,7 @@ def test_rows_are_cut_step_by_step(time, chunk_size):
     """Chunk `n` of every row comes before chunk `n + 1` of any; a short row is not filled up to a whole chunk."""
     layout = _rows_layout(3, time, chunk_size)
     x = numbered(3, time)
-    chunks = _to_chunks(x, layout)
+    chunks = _to_chunks(x, layout).flatten(0, 1)
     assert layout.chunk == min(chunk_size, time)
     assert set(layout.counts) == {3}
     for step, row in itertools.product(range(len(layout.counts)), range(3)):
@@ -41,21 +41,24 @@ def test_rows_are_cut_step_by_step(time, chunk_size):
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=7), chunk_size=st.integers(1, 48))
 def test_packed_sequences_are_cut_longest_first(lengths, chunk_size):
     bounds = [0, *itertools.accumulate(lengths)]
-    layout = _packed_layout(bounds, chunk_size, CPU)
+    layout = _packed_layout(tuple(bounds), chunk_size, CPU)
     x = numbered(1, bounds[-1])
     chunks = _to_chunks(x, layout)
     assert layout.chunk == min(chunk_size, max(lengths))
     assert layout.order is not None
+    assert layout.is_token is not None
     assert [lengths[n] for n in layout.order] == sorted(lengths, reverse=True)
-    remaining = iter(chunks)
+    remaining = zip(chunks, layout.is_token.unflatten(0, (-1, layout.chunk)), strict=True)
     for step, count in enumerate(layout.counts):
         running = [n for n in layout.order.tolist() if lengths[n] > step * layout.chunk]
         assert len(running) == count
         for n in running:
             wanted = x[0, bounds[n] : bounds[n + 1]][step * layout.chunk : (step + 1) * layout.chunk]
-            found = next(remaining)
-            assert torch.equal(found[: len(wanted)], wanted)
-            assert not found[len(wanted) :].any()
+            found, is_token = next(remaining)
+            assert torch.equal(found[is_token], wanted)
+            assert is_token[: len(wanted)].all()
+            # No other sequence's token, whose NaN would not stay its own.
+            assert (found[len(wanted) :] == wanted[-1]).all()
     assert next(remaining, None) is None
     assert torch.equal(_from_chunks(chunks, layout, 1, bounds[-1]), x)
 

@@ -6,11 +6,13 @@ sequence and then by sequence, with longer sequences first: step `n` of the loop
 of one length and for packed sequences alike. `R = HV / H` value heads read one key head.
 """
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lapkernels.delta_rule.reference import compute_dtype
 from lapkernels.delta_rule.validation import read_boundaries
@@ -23,7 +25,9 @@ class _Layout(NamedTuple):
     counts: tuple[int, ...]
     """How many sequences still run at each step of the loop; never rises."""
     take: Tensor | None
-    """`[M * C]`, the token in each place of each chunk, `T` (one past the end) where there is none."""
+    """`[M * C]`, the token in each place of each chunk; past the end of a sequence, its last token."""
+    is_token: Tensor | None
+    """bool `[M * C]`, whether a place has a token of its own."""
     put: Tensor | None
     """`[T]`, the place of each token among `[M * C]`."""
     order: Tensor | None
@@ -58,17 +62,24 @@ def delta_rule_chunked(
         if cu_seqlens is None:
             layout = _rows_layout(batch, time, chunk_size)
         else:
-            layout = _packed_layout(read_boundaries(cu_seqlens, time), chunk_size, q.device)
+            layout = _packed_layout(tuple(read_boundaries(cu_seqlens, time)), chunk_size, q.device)
 
         def chunked(x: Tensor) -> Tensor:
-            """`[B, T, heads, width]` to `[M, H, heads / H, C, width]` in the compute dtype."""
-            x = _to_chunks(x, layout)
-            return x.unflatten(2, (key_heads, -1)).permute(0, 2, 3, 1, 4).to(dtype)
+            """`[B, T, heads, width]` to `[M, H, heads / H, C, width]` in the compute dtype, by one copy."""
+            x = _to_chunks(x, layout).unflatten(-2, (key_heads, -1)).movedim(-4, -2)
+            x = x.contiguous() if x.dtype == dtype else x.to(dtype, memory_format=torch.contiguous_format)
+            return x.flatten(0, -5)
+
+        def cleared(x: Tensor) -> Tensor:
+            """`[B, T, HV]` to `[M, H, R, C, 1]`, zero where there is no token: nothing decays, nothing is written."""
+            x = chunked(x.unsqueeze(-1))
+            if layout.is_token is None:
+                return x
+            return x.where(layout.is_token.view(-1, 1, 1, layout.chunk, 1), 0.0)
 
         q_, k_, v_ = chunked(q) * scale, chunked(k), chunked(v)
         x_ = k_ if erase is None else chunked(erase)
-        beta_ = chunked(beta.unsqueeze(-1))
-        g_ = None if g is None else chunked(g.unsqueeze(-1)).squeeze(-1)
+        beta_, g_ = cleared(beta), None if g is None else cleared(g).squeeze(-1)
 
         sequences = layout.counts[0]
         if initial_state is None:
@@ -78,16 +89,15 @@ def delta_rule_chunked(
             if layout.order is not None:
                 state = state.index_select(0, layout.order)
 
-        output, state = _scan(q_, k_, v_, x_, beta_, g_, state, layout.counts)
+        output, state = _chunks(q_, k_, v_, x_, beta_, g_, state, layout.counts)
 
-        output = output.permute(0, 3, 1, 2, 4).flatten(2, 3)
         state = state.flatten(1, 2)
         if layout.order is not None:
             state = torch.empty_like(state).index_copy(0, layout.order, state)
-        return _from_chunks(output, layout, batch, time), state
+        return _from_chunks(output.permute(0, 3, 1, 2, 4).flatten(2, 3), layout, batch, time), state
 
 
-def _scan(
+def _chunks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -112,112 +122,221 @@ def _scan(
     Returns:
         The output `[M, H, R, C, V]` and the final state `[sequences, H, R, K, V]`.
     """
-    key_width = k.shape[-1]
-    erased = beta * (x @ k.mT)
-    read = q @ k.mT
+    leading = v.shape[:3]
+
+    def flat(x: Tensor) -> Tensor:
+        """`[M, H, 1 or R, ...]` to `[M H R, ...]`."""
+        return x.expand(*leading, *x.shape[3:]).flatten(0, 2)
+
     carried_x, carried_q, written_k, kept = beta * x, q, k, None
-    if g is not None:
-        total, within = _decays(g)
-        from_start = total.exp().unsqueeze(-1)
-        erased = erased * within
-        read = read * within
-        carried_x = carried_x * from_start
-        carried_q = q * from_start
-        # From each step to the end of the chunk; the last row of `within` is that, exactly.
-        written_k = k * within[..., -1, :].unsqueeze(-1)
-        kept = from_start[..., -1:, :]
-    read = read.tril()
+    erased, read = flat(carried_x @ k.mT), flat(q @ k.mT)
+    if g is None:
+        read = read.tril()
+    else:
+        from_start, to_end, erased, read = _Decayed.apply(flat(g), erased, read)
+        carried_x = carried_x * from_start.view_as(beta)
+        carried_q = q * from_start.view_as(beta)
+        written_k = k * to_end.view_as(beta)
+        kept = from_start[:, -1:, None]
 
-    solved = _inverse_of_unit_lower(erased.tril(-1)) @ torch.cat(
-        ((beta * v), carried_x.expand(*v.shape[:-1], key_width)), dim=-1
+    inverse = _InverseOfUnitLower.apply(erased)
+    starts, updates, state = _HandOver.apply(
+        inverse @ flat(beta * v),
+        inverse @ flat(carried_x),
+        flat(written_k),
+        kept,
+        state.flatten(0, 2),
+        tuple(count * leading[1] * leading[2] for count in counts),
     )
-    fresh, carried = solved.split((v.shape[-1], key_width), dim=-1)
-    written = written_k.mT
-
-    starts, updates, finished = [], [], []
-    first = 0
-    for count in counts:
-        if count < state.shape[0]:
-            finished.append(state[count:])
-            state = state[:count]
-        part = slice(first, first + count)
-        first += count
-        update = fresh[part] - carried[part] @ state
-        starts.append(state)
-        updates.append(update)
-        state = (state if kept is None else kept[part] * state) + written[part] @ update
-    finished.append(state)
-
-    output = carried_q @ torch.cat(starts) + read @ torch.cat(updates)
-    return output, torch.cat(finished[::-1])
+    output = torch.baddbmm(flat(carried_q) @ starts, read, updates)
+    return output.unflatten(0, leading), state.unflatten(0, (-1, *leading[1:]))
 
 
-def _decays(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Running log decay within each chunk, and the decay between its steps.
+class _HandOver(torch.autograd.Function):
+    """The state from chunk to chunk: one product a chunk in the loop, forward and backward; the rest in batches.
 
-    The differences of the running sum cancel: after one strong decay (-50) they would carry its rounding error
-    into every later pair. So the sum is kept in two parts, whose differences are exact where it matters.
+    With `U = W_v - W_x S` the state after a chunk, `kept S + K^T U`, is `(kept I - K^T W_x) S + K^T W_v`, and neither
+    the matrix nor the term added knows of S. `N` counts chunks times heads.
 
     Args:
-        g: `[..., C]`, never positive.
+        fresh: `W_v` `[N, C, V]`.
+        carried: `W_x` `[N, C, K]`.
+        written: `K` `[N, C, K]`, decayed to the end of the chunk.
+        kept: `[N, 1, 1]`, the decay over the chunk; `None` for 1.
+        state: `[sequences times heads, K, V]`.
+        counts: sequences times heads that still run, step by step.
 
     Returns:
-        The running sum `[..., C]`, and `exp(G_t - G_s)` as `[..., t, s]`, zero for s > t.
+        The states before the chunks `[N, K, V]`, the updates U `[N, C, V]`, the final state in the shape of `state`.
     """
-    later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
-    total = g.double().cumsum(-1)
-    high = total.to(g.dtype)
-    low = (total - high.double()).to(g.dtype)
-    between = (high.unsqueeze(-1) - high.unsqueeze(-2)) + (low.unsqueeze(-1) - low.unsqueeze(-2))
-    # Masked before the exponential: above the diagonal the difference is positive and would overflow.
-    return high, between.masked_fill(later, -torch.inf).exp()
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fresh: Tensor,
+        carried: Tensor,
+        written: Tensor,
+        kept: Tensor | None,
+        state: Tensor,
+        counts: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        identity = torch.eye(written.shape[-1], dtype=state.dtype, device=state.device)
+        unchanged = identity.expand(written.shape[0], -1, -1) if kept is None else kept * identity
+        transition = torch.baddbmm(unchanged, written.mT, carried, alpha=-1)
+        starts, finished = [], []
+        terms = torch.bmm(written.mT, fresh)
+        for matrix, term in zip(transition.split(counts), terms.split(counts), strict=True):
+            if matrix.shape[0] < state.shape[0]:
+                finished.append(state[matrix.shape[0] :])
+                state = state[: matrix.shape[0]]
+            starts.append(state)
+            state = torch.baddbmm(term, matrix, state)
+        starts = torch.cat(starts)
+        updates = torch.baddbmm(fresh, carried, starts, alpha=-1)
+        ctx.save_for_backward(carried, written, kept, transition, starts, updates)
+        ctx.counts = counts
+        return starts, updates, torch.cat((state, *finished[::-1])) if finished else state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_starts, d_updates, d_final = gradients
+        carried, written, kept, transition, starts, updates = ctx.saved_tensors
+        direct = torch.baddbmm(d_starts, carried.mT, d_updates, alpha=-1)
+        d_state = d_final[: ctx.counts[-1]]
+        d_after = []
+        steps = zip(transition.mT.split(ctx.counts), direct.split(ctx.counts), strict=True)
+        for matrix, term in reversed(list(steps)):
+            if matrix.shape[0] > d_state.shape[0]:
+                d_state = torch.cat((d_state, d_final[d_state.shape[0] : matrix.shape[0]]))
+            d_after.append(d_state)
+            d_state = torch.baddbmm(term, matrix, d_state)
+        d_after = torch.cat(d_after[::-1])
+        d_fresh = torch.baddbmm(d_updates, written, d_after)
+        d_carried = torch.baddbmm(carried, d_fresh, starts.mT, beta=0, alpha=-1)
+        d_written = torch.bmm(updates, d_after.mT)
+        d_kept = None if kept is None else (d_after * starts).sum((-2, -1), keepdim=True)
+        return d_fresh, d_carried, d_written, d_kept, d_state, None
 
 
-def _inverse_of_unit_lower(strictly_lower: Tensor) -> Tensor:
-    """`(I + A)^-1` for strictly lower triangular `A` `[..., C, C]`."""
-    identity = torch.eye(strictly_lower.shape[-1], dtype=strictly_lower.dtype, device=strictly_lower.device)
-    return torch.linalg.solve_triangular(
-        strictly_lower + identity, identity.expand_as(strictly_lower), upper=False, unitriangular=True
-    )
+class _Decayed(torch.autograd.Function):
+    """The decays within each chunk, and products between its steps with the decay from one to the other.
+
+    The differences of the running sum cancel: after one strong decay (-50) an fp32 sum would carry its rounding error
+    into every later pair. So the sum and its differences are fp64; only what goes into the exponential is rounded.
+
+    Args:
+        g: `[N, C]`, log decay, never positive.
+        erased: `[N, C, C]`, of the later step's erase direction with the earlier one's write direction.
+        read: `[N, C, C]`, of the later step's read direction with the earlier one's write direction.
+
+    Returns:
+        The decay from the start of the chunk to each step and from each step to its end, both `[N, C]`, and the two
+        products times `exp(G_t - G_s)`, zero for s > t.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, erased: Tensor, read: Tensor) -> tuple[Tensor, ...]:
+        total = g.cumsum(-1, dtype=torch.float64)
+        # Above the diagonal this may overflow; `tril` puts zeros there whatever it finds.
+        within = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(g.dtype).exp_().tril_()
+        from_start, to_end = total.to(g.dtype).exp_(), within[:, -1].clone()
+        erased, read = erased * within, read * within
+        ctx.save_for_backward(within, from_start, to_end, erased, read)
+        return from_start, to_end, erased, read
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        d_from_start, d_to_end, d_erased, d_read = gradients
+        within, from_start, to_end, erased, read = ctx.saved_tensors
+        # By the logarithm of each decay, which is a difference of two running sums.
+        logs = (d_erased * erased).addcmul_(d_read, read)
+        logs[:, -1].addcmul_(d_to_end, to_end)
+        d_total = (d_from_start * from_start).add_(logs.sum(-1)).sub_(logs.sum(-2))
+        d_g = d_total.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(d_total.dtype)
+        return d_g, d_erased * within, d_read * within
+
+
+class _InverseOfUnitLower(torch.autograd.Function):
+    """`(I + A)^-1` for strictly lower triangular `A` `[N, C, C]`; what lies on its diagonal and above is not read."""
+
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
+        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+        inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False, unitriangular=True)
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        right = torch.bmm(gradients[0], inverse.mT)
+        return torch.baddbmm(right, inverse.mT, right, beta=0, alpha=-1).tril_(-1)
 
 
 def _rows_layout(batch: int, time: int, chunk_size: int) -> _Layout:
     chunk = min(chunk_size, time)
-    return _Layout(chunk, (batch,) * -(-time // chunk), None, None, None)
+    return _Layout(chunk, (batch,) * -(-time // chunk), None, None, None, None)
 
 
-def _packed_layout(bounds: list[int], chunk_size: int, device: torch.device) -> _Layout:
-    starts = torch.tensor(bounds[:-1])
-    lengths = torch.tensor(bounds[1:]) - starts
-    chunk = min(chunk_size, int(lengths.max()))
-    order = torch.argsort(lengths, descending=True, stable=True)
-    chunks = (lengths[order] + chunk - 1) // chunk
-    counts = tuple(int((chunks > step).sum()) for step in range(int(chunks[0])))
+@lru_cache(maxsize=4)
+def _packed_layout(bounds: tuple[int, ...], chunk_size: int, device: torch.device) -> _Layout:
+    """Lay out packed sequences; remembered, since all layers of a model ask for the same."""
+    # Remembered tensors have to serve calls with a gradient too, whichever asks first.
+    with torch.inference_mode(False):
+        starts = torch.tensor(bounds[:-1])
+        lengths = torch.tensor(bounds[1:]) - starts
+        chunk = min(chunk_size, int(lengths.max()))
+        order = torch.argsort(lengths, descending=True, stable=True)
+        chunks = (lengths[order] + chunk - 1) // chunk
+        steps = torch.arange(int(chunks[0]))
+        counts = (chunks > steps.unsqueeze(1)).sum(1)
 
-    step = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    sequence = order[torch.cat([torch.arange(count) for count in counts])]
-    offset = step.unsqueeze(1) * chunk + torch.arange(chunk)
-    is_token = offset < lengths[sequence].unsqueeze(1)
-    take = torch.where(is_token, starts[sequence].unsqueeze(1) + offset, bounds[-1]).flatten()
-    put = torch.empty(bounds[-1], dtype=torch.long)
-    put[take[is_token.flatten()]] = is_token.flatten().nonzero().squeeze(1)
-    return _Layout(chunk, counts, take.to(device), put.to(device), order.to(device))
+        step = torch.repeat_interleave(steps, counts)
+        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        sequence = order[torch.arange(len(step)) - first].unsqueeze(1)
+        offset = step.unsqueeze(1) * chunk + torch.arange(chunk)
+        is_token = (offset < lengths[sequence]).flatten()
+        take = (starts[sequence] + torch.minimum(offset, lengths[sequence] - 1)).flatten()
+        put = torch.empty(bounds[-1], dtype=torch.long)
+        put[take[is_token]] = is_token.nonzero().squeeze(1)
+        index = (x.to(device) for x in (take, is_token, put, order))
+        return _Layout(chunk, tuple(counts.tolist()), *index)
+
+
+class _Take(torch.autograd.Function):
+    """`x[take]`, where the gradient of a place without a token is zero: so the backward pass is `gradient[put]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor) -> Tensor:
+        ctx.save_for_backward(put)
+        return x.index_select(0, take)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(0, *ctx.saved_tensors), None, None
 
 
 def _to_chunks(x: Tensor, layout: _Layout) -> Tensor:
-    """`[B, T, ...]` to `[M, C, ...]`; places without a token hold zeros, which decay, erase and write nothing."""
+    """`[B, T, ...]` to `[steps, B, C, ...]`, or to `[M, C, ...]` where sequences are packed.
+
+    Places without a token hold zeros, or the sequence's last token where sequences are packed. With a write strength
+    of zero and no decay they change nothing, and have no gradient.
+    """
     if layout.take is not None:
-        ended = torch.cat((x[0], x.new_zeros(1, *x.shape[2:])))
-        return ended.index_select(0, layout.take).unflatten(0, (-1, layout.chunk))
+        return _Take.apply(x[0], layout.take, layout.put).unflatten(0, (-1, layout.chunk))
     steps = len(layout.counts)
     missing = steps * layout.chunk - x.shape[1]
     if missing:
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
-    return x.unflatten(1, (steps, layout.chunk)).transpose(0, 1).flatten(0, 1)
+    return x.unflatten(1, (steps, layout.chunk)).transpose(0, 1)
 
 
 def _from_chunks(x: Tensor, layout: _Layout, batch: int, time: int) -> Tensor:
-    """The inverse of `_to_chunks`."""
+    """`[M, C, ...]` to `[B, T, ...]`."""
     if layout.put is not None:
         return x.flatten(0, 1).index_select(0, layout.put).unsqueeze(0)
     return x.unflatten(0, (len(layout.counts), batch)).transpose(0, 1).flatten(1, 2)[:, :time]
