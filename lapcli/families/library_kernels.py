@@ -37,7 +37,7 @@ def choose_kernels(model: nn.Module, device_type: str, *, without: Collection[st
             function = _bound(value)
             if function is not None and (device_type == "cpu" or _package(function) in without):
                 if _package(function) != "PyTorch":
-                    replaced.append(f"{_package(function)}'s {name}")
+                    replaced.append(f"{_package(function)}'s {_name(function, name)}")
                 _saved[key] = value
                 setattr(module, name, inspect.unwrap(function))
             elif device_type != "cpu" and key in _saved and not without:
@@ -52,8 +52,7 @@ def kernels_of(model: nn.Module) -> dict[str, str]:
         for name, value in vars(module).items():
             function = _bound(value)
             if function is not None:
-                inside = inspect.getclosurevars(function).nonlocals
-                found[str(inside.get("func_name", name))] = _package(function)
+                found[_name(function, name)] = _package(function)
             elif (module.__name__, name) in _saved:
                 found[name] = "PyTorch"
     return found
@@ -62,6 +61,11 @@ def kernels_of(model: nn.Module) -> dict[str, str]:
 def _library_modules(model: nn.Module) -> list[ModuleType]:
     names = {type(module).__module__ for module in model.modules()}
     return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
+
+
+def _name(function: Callable[..., Any], otherwise: str) -> str:
+    """What a package calls the function that a binding stands for."""
+    return str(inspect.getclosurevars(function).nonlocals.get("func_name", otherwise))
 
 
 def _package(function: Callable[..., Any]) -> str:

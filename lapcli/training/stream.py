@@ -385,9 +385,11 @@ class _Part:
             )
         if place.tokens < self._seq_len:
             beside = " beside those held out" if self.left_out else ""
+            shorter = f"Lower --seq-len to {max(2, place.tokens)} or less"
+            fewer = "Lower --validation (pieces of text are held out whole)"
             raise DataError(
                 f"'{name}' holds {place.tokens} tokens{beside}, less than one sequence of {self._seq_len}.",
-                f"Lower --seq-len to {max(2, place.tokens)} or less, or name a longer text with --data.",
+                f"{fewer if self.left_out else shorter}, or name a longer text with --data.",
             )
         if place.epoch == 0:
             self._reporter.notice(

@@ -1,0 +1,222 @@
+"""`lapcli recover`: from a run to a healed model, by options and by recipe, alone and by two processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from lapcli.testing.models import tiny_gated_deltanet
+
+SMALL = ("--steps", "4", "--batch-size", "2", "--seq-len", "48", "--validation", "2", "--lora-rank", "4")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Many documents, since those that are held out are held out whole."""
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": f"Line {i} says {i * i % 89}, and little more. " * 3}) + "\n" for i in range(99))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory, text):
+    """A run with a slice; made once, and copied."""
+    folder = tmp_path_factory.mktemp("pruned")
+    base = tiny_gated_deltanet(folder / "base")
+    done = command("prune", base, "--data", text, "--samples", "4", "--seq-len", "64", "--run", folder / "run")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.fixture
+def run(pruned, tmp_path):
+    return Path(shutil.copytree(pruned, tmp_path / "lapcli-run"))
+
+
+def command(*arguments, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "lapcli", *map(str, arguments)],
+        capture_output=True, text=True, check=False, env=environment, timeout=200, **options,
+    )  # fmt: skip
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "lapcli", *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def until(process, there, seconds=90):
+    end = time.monotonic() + seconds
+    while not there():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def steps_in(run):
+    curve = run / "recovery" / "curve.jsonl"
+    return sum('"tokens"' in line for line in curve.read_text().splitlines()) if curve.is_file() else 0
+
+
+def test_from_a_run_to_a_healed_model_and_its_scores(lapcli, run, text):
+    code, out, err = lapcli("recover", "--data", text, *SMALL, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["worked"]
+    assert document["step"] == 4
+    assert Path(document["recovered"]).is_dir()
+    code, out, err = lapcli("recover", "--data", text, *SMALL)
+    assert code == 0
+    assert "nothing to do" in err
+    code, _out, err = lapcli("recover", "--data", text, *SMALL, "--control", "--json")
+    assert code == 0, err
+    code, out, err = lapcli("eval", f"text:{text}", "--limit", "2", "--max-length", "32", "--json")
+    assert code == 0, err
+    assert [model["label"] for model in json.loads(out)["models"]] == ["base", "sliced", "recovered", "control"]
+    commands = [entry["command"] for entry in json.loads((run / "run.json").read_text())["commands"]]
+    assert commands == ["prune", "recover", "recover"]
+
+
+def test_a_dry_run_counts_and_does_nothing(lapcli, run, text):
+    before = sorted(path for path in run.rglob("*"))
+    code, out, err = lapcli("recover", "--data", text, *SMALL, "--dry-run", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["tokens"] == 4 * 2 * 48
+    assert document["resumes_after"] is None
+    assert document["settings"]["lr_min"] == pytest.approx(document["settings"]["lr"] / 10)
+    assert sorted(path for path in run.rglob("*")) == before
+    code, out, err = lapcli("recover", "--data", text, *SMALL, "--dry-run")
+    assert out == ""
+    assert "384 tokens" in err
+
+
+def test_a_recipe_of_which_options_go_first(lapcli, run, text, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recovery = {"data": str(text), "seq_len": 48, "samples": 8, "batch": 2, "rank": 4, "validation": 2, "lr": 0.002}
+    calibration = {"data": str(text), "samples": 4, "seq_len": 64}
+    parts = {"model": str(run.parent / "m"), "calibration": calibration, "selection": {"ratio": 0.5}}
+    recipe.write_text(json.dumps({**parts, "recovery": recovery}))
+    code, out, err = lapcli("recover", "--recipe", recipe, "--batch-size", "4", "--dry-run", "--json")
+    assert code == 0, err
+    settings = json.loads(out)["settings"]
+    assert (settings["lr"], settings["batch"], settings["samples"]) == (0.002, 4, 8)
+    code, out, err = lapcli("recover", "--recipe", recipe, "--steps", "3", "--dry-run", "--json")
+    assert (json.loads(out)["settings"]["steps"], json.loads(out)["settings"]["samples"]) == (3, None)
+    recipe.write_text(json.dumps(parts))
+    code, _out, err = lapcli("recover", "--recipe", recipe, "--dry-run")
+    assert code == 1
+    assert "has no `recovery`" in err
+
+
+def test_a_whole_recipe(lapcli, pruned, text, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    document = {
+        "model": str(pruned.parent / "base"),
+        "calibration": {"data": str(text), "samples": 4, "seq_len": 64},
+        "selection": {"method": "l1", "ratio": 0.5},
+        "recovery": {"data": str(text), "seq_len": 48, "steps": 2, "batch": 2, "rank": 4, "validation": 2},
+    }
+    recipe.write_text(json.dumps(document))
+    code, out, err = lapcli("run", recipe, "--json")
+    assert code == 0, err
+    assert json.loads(out)["recovery"]["worked"]
+    code, out, err = lapcli("run", recipe, "--json")
+    assert code == 0, err
+    assert not json.loads(out)["recovery"]["worked"]
+    # What recovery would refuse is refused before calibration.
+    document["recovery"]["targets"] = ["nothing"]
+    recipe.write_text(json.dumps(document))
+    code, _out, err = lapcli("run", recipe, "--run", "other")
+    assert code == 1
+    assert "nothing" in err
+    assert not Path("other").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--steps", "4", "--samples", "8"), 2, "either samples or steps"),
+        (("--lr", "0"), 2, "--lr"),
+        (("--lr", "1e-4", "--lr-min", "1e-3"), 2, "above lr"),
+        (("--sharding", "some"), 2, "--sharding"),
+        (("--gpus", "3", "--device", "cpu", "--batch-size", "4"), 2, "cannot be shared by 3"),
+        (("--gpus", "2"), 2, "CUDA devices"),
+        (("--lora-target", "k_conv1d"), 1, "k_conv1d"),
+        (("--tracker", "carrier-pigeon"), 2, "carrier-pigeon"),
+        (("--data", "missing.jsonl"), 1, "missing.jsonl"),
+        (("--teacher", "nowhere/at-all"), 1, "nowhere/at-all"),
+    ],
+)
+def test_refused_at_once(lapcli, run, text, options, code, said):
+    found, _out, err = lapcli("recover", "--data", text, *options, "--json")
+    assert found == code, err
+    assert said in " ".join(err.split())
+    assert not (run / "recovery").exists()
+
+
+def test_without_a_run(lapcli):
+    code, _out, err = lapcli("recover")
+    assert code == 1
+    assert "lapcli prune" in err
+    assert not Path("lapcli-run").exists()
+
+
+LONG = (*SMALL[2:], "--steps", "40", "--save-every", "5")
+
+
+@pytest.fixture(scope="module")
+def unbroken(pruned, text, tmp_path_factory):
+    """What a run that never stopped ends with."""
+    folder = shutil.copytree(pruned, tmp_path_factory.mktemp("unbroken") / "run")
+    done = command("recover", "--data", text, *LONG, "--run", folder)
+    assert done.returncode == 0, done.stderr
+    return load_file(folder / "recovered" / "model.safetensors")
+
+
+# Ctrl-C: the test of two processes below.
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_stopped_it_goes_on_to_the_same_bits(run, text, unbroken, number):
+    long = ("recover", "--data", text, *LONG, "--run", run)
+    process = start(*long)
+    until(process, lambda: steps_in(run) > 6)
+    process.send_signal(number)
+    _out, err = process.communicate(timeout=60)
+    if number != signal.SIGKILL:
+        assert process.returncode == 130, err
+        assert "goes on from there" in err
+    assert not (run / "recovered").exists()
+    assert 6 <= steps_in(run) < 40
+    again = command(*long)
+    assert again.returncode == 0, again.stderr
+    assert "goes on after step" in again.stderr
+    found = load_file(run / "recovered" / "model.safetensors")
+    assert found.keys() == unbroken.keys()
+    assert all((found[name] == unbroken[name]).all() for name in unbroken)
+
+
+def test_two_processes_end_together_and_go_on_as_one(run, text):
+    long = ("recover", "--data", text, *SMALL[2:], "--steps", "60", "--device", "cpu", "--run", run)
+    process = start(*long, "--gpus", "2")
+    until(process, lambda: steps_in(run) > 3)
+    process.send_signal(signal.SIGINT)
+    _out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.count("goes on from there") == 1
+    assert 3 < steps_in(run) < 60
+    # The text is the same, whoever reads it.
+    again = command(*long)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((run / "recovery" / "recovery.json").read_text())["record"]["step"] == 60
