@@ -1,8 +1,12 @@
 """The short causal convolution before the state: one filter a channel, plain PyTorch, with its memory."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lapcli.models.precision import widened
 from lapcli.models.tokens import Packing, Padding
@@ -38,56 +42,156 @@ class ShortConvolution(nn.Module):
         padding: Padding | None = None,
         packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Convolve.
+        """Convolve; arguments and results are those of `convolve` for one convolution."""
+        (y,), states = convolve((self,), (x,), None if state is None else (state,), padding, packing)
+        return y, states[0]
 
-        Args:
-            x: `[B, T, channels]`; `[1, T, channels]` with `packing`.
-            state: `[B or sequences, W - 1, channels]`, the inputs before these; `None` for zeros.
-            padding: positions to pass over, as if they were not there; outputs there mean nothing.
-            packing: sequences that must not see one another.
 
-        Returns:
-            The output `[B, T, channels]` and the new state, the last `W - 1` inputs of each row or sequence.
-        """
-        past = self.width - 1
-        rows = x.shape[0] if packing is None else packing.sequences
-        if state is None:
-            state = x.new_zeros(rows, past, self.channels)
-        state = state.to(x.dtype)
-        if packing is not None:
-            return self._packed(x, state, packing)
-        if padding is not None and x.shape[1] > 1:
-            x = x.take_along_dim(padding.order.unsqueeze(-1), dim=1)
-        extended = torch.cat((state, x), dim=1)
-        y = self._filter(extended)
-        if padding is None:
-            # A copy: a view would keep the inputs of all steps alive for as long as the state.
-            return y, extended[:, extended.shape[1] - past :].clone()
-        if x.shape[1] > 1:
-            y = y.take_along_dim(padding.place.unsqueeze(-1), dim=1)
-        last = padding.count.unsqueeze(1) + torch.arange(past, device=x.device)
-        return y, extended.take_along_dim(last.unsqueeze(-1), dim=1)
+def convolve(
+    layers: Sequence[ShortConvolution],
+    inputs: Sequence[Tensor],
+    states: Sequence[Tensor] | None = None,
+    padding: Padding | None = None,
+    packing: Packing | None = None,
+    *,
+    keep_states: bool = True,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Run several convolutions of one width, all with SiLU or all without, as one over the joined channels.
 
-    def _packed(self, x: Tensor, state: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Give each sequence its own past by laying it before its tokens, then convolve the whole row at once."""
-        past = self.width - 1
-        spans = list(zip(packing.bounds[:-1], packing.bounds[1:], strict=True))
-        extended = torch.cat(
-            [part for (start, stop), before in zip(spans, state, strict=True) for part in (before, x[0, start:stop])]
-        ).unsqueeze(0)
-        # Sequence n's tokens are n + 1 pasts further to the right than in x; the filter's output starts one past in.
-        own = torch.cat([torch.arange(start, stop) + n * past for n, (start, stop) in enumerate(spans)])
-        ends = torch.tensor([stop + n * past for n, (_, stop) in enumerate(spans)])
-        last = (ends.unsqueeze(1) + torch.arange(past)).flatten()
-        y = self._filter(extended).index_select(1, own.to(x.device))
-        return y, extended[0].index_select(0, last.to(x.device)).unflatten(0, (len(spans), past))
+    Args:
+        layers: the convolutions.
+        inputs: `[B, T, channels]` each; `[1, T, channels]` with `packing`.
+        states: `[B or sequences, W - 1, channels]` each, the inputs before these; `None` for zeros.
+        padding: positions to pass over, as if they were not there; outputs there mean nothing.
+        packing: sequences that must not see one another.
+        keep_states: whether the new states are wanted.
 
-    def _filter(self, extended: Tensor) -> Tensor:
-        """`[B, W - 1 + T, channels]` to `[B, T, channels]`: a sum of shifted products."""
-        time = extended.shape[1] - self.width + 1
-        taps = widened(self.weight).squeeze(1).unbind(1)
-        wide = widened(extended)
-        y = taps[0] * wide[:, :time]
-        for lag in range(1, self.width):
-            y = y + taps[lag] * wide[:, lag : lag + time]
-        return (F.silu(y) if self.silu else y).to(extended.dtype)
+    Returns:
+        The outputs `[B, T, channels]` and the new states, the last `W - 1` inputs of each row or sequence; no states
+        where they are not wanted.
+    """
+    past, time = layers[0].width - 1, inputs[0].shape[1]
+    if padding is not None and time > 1:
+        inputs = [x.take_along_dim(padding.order.unsqueeze(-1), dim=1) for x in inputs]
+    before = None if states is None else torch.cat([state.to(inputs[0].dtype) for state in states], dim=-1)
+    own = edges = None
+    if packing is not None:
+        own, edges = packing.spread(past, inputs[0].device)
+    # Autocast would widen every operand of its own accord, by a copy each.
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        weight = torch.cat([widened(layer.weight) for layer in layers]).squeeze(1)
+        outputs = _Filter.apply(weight, before, own, edges, layers[0].silu, *inputs)
+    if padding is not None and time > 1:
+        outputs = tuple(y.take_along_dim(padding.place.unsqueeze(-1), dim=1) for y in outputs)
+    if not keep_states:
+        return outputs, ()
+    olds = [None] * len(layers) if states is None else states
+    return outputs, tuple(_last(x, old, past, padding, packing) for x, old in zip(inputs, olds, strict=True))
+
+
+def _last(x: Tensor, state: Tensor | None, past: int, padding: Padding | None, packing: Packing | None) -> Tensor:
+    """The state after `x`, whose tokens come first where there is padding."""
+    rows = x.shape[0] if packing is None else packing.sequences
+    state = x.new_zeros(rows, past, x.shape[-1]) if state is None else state.to(x.dtype)
+    if packing is not None:
+        ends = packing.cu_seqlens[1:, None] - past + torch.arange(past)
+        reached = packing.cu_seqlens[:-1, None]
+        # Among the states, which lie behind the tokens here, where the sequence is shorter than its memory.
+        held = x.shape[1] + torch.arange(rows).unsqueeze(1) * past + past - reached + ends
+        place = torch.where(ends < reached, held, ends).flatten().to(x.device)
+        return torch.cat((x[0], state.flatten(0, 1))).index_select(0, place).unflatten(0, (rows, past))
+    extended = torch.cat((state, x[:, -past:] if padding is None and past else x), dim=1)
+    if padding is None:
+        # A copy: a view would keep the inputs of all steps alive for as long as the state.
+        return extended[:, extended.shape[1] - past :].clone()
+    last = padding.count.unsqueeze(1) + torch.arange(past, device=x.device)
+    return extended.take_along_dim(last.unsqueeze(-1), dim=1)
+
+
+class _Filter(torch.autograd.Function):
+    """Sums of shifted products over the joined inputs, then SiLU; products read narrow inputs as they are.
+
+    Written by hand, since autograd would keep and widen a copy of the input for each tap, and make a gradient as long
+    as the whole input for each shift.
+
+    Args:
+        weight: `[channels of all, W]`, fp32 or wider.
+        before: `[B or sequences, W - 1, channels of all]`, or `None` for zeros.
+        own: `[T]`, where the tokens of packed sequences lie once each sequence has room for its past before it.
+        edges: `[sequences * (W - 1)]`, where those pasts lie.
+        silu: whether SiLU follows.
+        inputs: `[B, T, channels]` each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        before: Tensor | None,
+        own: Tensor | None,
+        edges: Tensor | None,
+        silu: bool,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        past = weight.shape[1] - 1
+        ctx.widths = [x.shape[-1] for x in inputs]
+        ctx.before = None if before is None else before.shape
+        # With the past of each row before it, or of each packed sequence; rows without a past need no zeros.
+        ctx.skip = 0 if before is None or own is not None else past
+        if own is None or edges is None:
+            x = _joined(inputs)
+            x = x if before is None else torch.cat((before, x), dim=1)
+        else:
+            x = inputs[0].new_zeros(1, len(own) + len(edges), len(weight))
+            for part, one in zip(x.split(ctx.widths, dim=-1), inputs, strict=True):
+                part.index_copy_(1, own, one)
+            if before is not None:
+                x.index_copy_(1, edges, before.flatten(0, 1).unsqueeze(0))
+        taps = weight.unbind(1)
+        y = x * taps[-1]
+        for lag in range(1, min(past + 1, x.shape[1])):
+            y[:, lag:].addcmul_(x[:, :-lag], taps[-1 - lag])
+        ctx.save_for_backward(weight, x, y if silu else None, own, edges)
+        z = F.silu(y) if silu else y
+        return tuple(_unspread(part, ctx.skip, own, x.dtype) for part in z.split(ctx.widths, dim=-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x, y, own, edges = ctx.saved_tensors
+        past = weight.shape[1] - 1
+        if own is None:
+            d = _joined(gradients)
+            d = F.pad(d, (0, 0, ctx.skip, 0)) if ctx.skip else d
+        else:
+            d = torch.zeros_like(x)
+            for part, one in zip(d.split(ctx.widths, dim=-1), gradients, strict=True):
+                part.index_copy_(1, own, one)
+        d = d.to(weight.dtype) if y is None else torch.ops.aten.silu_backward(d, y)
+        lags = range(min(past + 1, x.shape[1]))
+        d_weight = None
+        if ctx.needs_input_grad[0]:
+            sums = [(d[:, lag:] * x[:, : x.shape[1] - lag]).sum((0, 1)) for lag in lags]
+            sums += [torch.zeros_like(sums[0])] * (past + 1 - len(sums))
+            d_weight = torch.stack(sums[::-1], dim=1)
+        taps = weight.unbind(1)
+        d_x = d * taps[-1]
+        for lag in lags[1:]:
+            d_x[:, :-lag].addcmul_(d[:, lag:], taps[-1 - lag])
+        d_before = None
+        if ctx.needs_input_grad[1]:
+            d_before = d_x[:, :past] if own is None else d_x[0].index_select(0, edges).view(ctx.before)
+            d_before = d_before.to(x.dtype)
+        parts = d_x.split(ctx.widths, dim=-1)
+        return d_weight, d_before, None, None, None, *(_unspread(part, ctx.skip, own, x.dtype) for part in parts)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
+
+
+def _unspread(x: Tensor, skip: int, own: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The tokens alone, in a dtype, contiguous."""
+    x = x[:, skip:]
+    x = x.contiguous() if x.dtype == dtype else x.to(dtype, memory_format=torch.contiguous_format)
+    return x if own is None else x.index_select(1, own)

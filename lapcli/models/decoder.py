@@ -18,6 +18,7 @@ from lapcli.models.convolution import ShortConvolution
 from lapcli.models.loss import cross_entropy, next_token_labels
 from lapcli.models.mixer import DeltaRuleMixer
 from lapcli.models.norms import RMSNorm
+from lapcli.models.precision import as_product_input
 from lapcli.models.tokens import Packing, Padding
 from lapkernels.delta_rule import IMPLEMENTATIONS, Choice, select_impl, why_not
 
@@ -66,6 +67,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D]` to the same."""
+        x = as_product_input(x)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -195,7 +195,8 @@ class DeltaNetMixer(DeltaRuleMixer):
     def strength_and_decay(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """`beta = sigmoid(b)`, or 1 when it is not learned; twice that with negative eigenvalues. No decay."""
         if self.use_beta:
-            return self.strength * widened(self.b_proj(hidden_states)).sigmoid(), None
+            beta = widened(self.b_proj(hidden_states)).sigmoid()
+            return beta if self.strength == 1 else self.strength * beta, None
         rows = hidden_states.shape[:2]
         return widened(hidden_states).new_full((*rows, self.shape.value_heads), self.strength), None
 

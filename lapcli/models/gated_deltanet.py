@@ -188,7 +188,8 @@ class GatedDeltaNetMixer(DeltaRuleMixer):
 
     def strength_and_decay(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """`beta = sigmoid(b)` (twice that with negative eigenvalues), `g = -exp(A_log) softplus(a + dt_bias)`."""
-        beta = self.strength * widened(self.b_proj(hidden_states)).sigmoid()
+        beta = widened(self.b_proj(hidden_states)).sigmoid()
+        beta = beta if self.strength == 1 else self.strength * beta
         step = F.softplus(widened(self.a_proj(hidden_states)) + self.dt_bias.to(beta.dtype))
         return beta, -self.A_log.to(beta.dtype).exp() * step
 

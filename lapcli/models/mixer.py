@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lapcli.models.cache import LayerState, RecurrentCache
-from lapcli.models.convolution import ShortConvolution
+from lapcli.models.convolution import ShortConvolution, convolve
 from lapcli.models.norms import GatedRMSNorm, RMSNorm
+from lapcli.models.precision import as_product_input
 from lapcli.models.tokens import Packing, Padding
 from lapkernels.delta_rule import delta_rule
 
@@ -135,9 +136,10 @@ class DeltaRuleMixer(nn.Module):
         """
         if padding is not None:
             hidden_states = padding.keep(hidden_states)
+        hidden_states = as_product_input(hidden_states)
         held = None if cache is None else cache.get(self.layer_idx)
 
-        q, k, v, convolution = self._project(hidden_states, held, padding, packing)
+        q, k, v, convolution = self._project(hidden_states, held, padding, packing, use_cache)
         q = self.activate_keys(q.unflatten(-1, (self.shape.key_heads, -1)))
         k = self.activate_keys(k.unflatten(-1, (self.shape.key_heads, -1)))
         v = v.unflatten(-1, (self.shape.value_heads, -1))
@@ -177,13 +179,21 @@ class DeltaRuleMixer(nn.Module):
         held: LayerState | None,
         padding: Padding | None,
         packing: Packing | None,
+        keep_states: bool,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """q, k, v `[B, T, channels]` after convolution and SiLU, and the convolutions' new states."""
+        """q, k, v `[B, T, channels]` after convolution and SiLU, and the convolutions' new states if wanted."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         if not self.use_short_conv:
             return (F.silu(q), F.silu(k), F.silu(v), ()) if self.silu_on_keys else (q, k, F.silu(v), ())
-        states = (None, None, None) if held is None else held.convolution
-        q, q_state = self.q_conv1d(q, states[0], padding, packing)
-        k, k_state = self.k_conv1d(k, states[1], padding, packing)
-        v, v_state = self.v_conv1d(v, states[2], padding, packing)
-        return q, k, v, (q_state, k_state, v_state)
+        layers, inputs = (self.q_conv1d, self.k_conv1d, self.v_conv1d), (q, k, v)
+        states = None if held is None else held.convolution
+        outputs: list[Tensor] = []
+        news: list[Tensor] = []
+        # Convolutions that end alike run as one.
+        for part in (slice(3),) if self.silu_on_keys else (slice(2), slice(2, 3)):
+            before = None if states is None else states[part]
+            found = convolve(layers[part], inputs[part], before, padding, packing, keep_states=keep_states)
+            outputs += found[0]
+            news += found[1]
+        q, k, v = outputs
+        return q, k, v, tuple(news)

@@ -7,3 +7,14 @@ from torch import Tensor
 def widened(x: Tensor) -> Tensor:
     """`x` in fp32, or untouched when it is fp64: the dtype of norms, gates, filters and states."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def as_product_input(x: Tensor) -> Tensor:
+    """`x` as matrix products take it under autocast, else untouched.
+
+    For what several products read: autocast would cast it for each of them, and its gradient back from each.
+    """
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))

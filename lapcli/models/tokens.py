@@ -1,7 +1,7 @@
 """Which positions of the rows at hand are tokens, and where one sequence ends and the next begins."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class Packing:
 
     bounds: list[int]
     cu_seqlens: Tensor
+    _spread: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def sequences(self) -> int:
@@ -73,6 +74,19 @@ class Packing:
     def first_tokens(self, device: torch.device) -> Tensor:
         """`[sequences]`, the position of each sequence's first token."""
         return self.cu_seqlens[:-1].to(device)
+
+    def spread(self, past: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where tokens `[T]` and pasts `[sequences * past]` lie once each sequence has its past laid before it.
+
+        Made at the first call: all layers ask for the same.
+        """
+        if (past, device) not in self._spread:
+            number = torch.repeat_interleave(torch.arange(1, self.sequences + 1), self.cu_seqlens.diff())
+            own = torch.arange(len(number)) + past * number
+            starts = self.cu_seqlens[:-1] + past * torch.arange(self.sequences)
+            edges = (starts.unsqueeze(1) + torch.arange(past)).flatten()
+            self._spread[past, device] = own.to(device), edges.to(device)
+        return self._spread[past, device]
 
     @classmethod
     def of(cls, cu_seqlens: Tensor | None, position_ids: Tensor | None, rows: int, time: int) -> "Packing | None":

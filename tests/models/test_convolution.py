@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lapcli.models.convolution import ShortConvolution
+from lapcli.models.convolution import ShortConvolution, convolve
 from lapcli.models.tokens import Packing, Padding
 from lapkernels.testing import relative_error
 
@@ -82,3 +82,44 @@ def test_a_mask_of_ones_is_no_padding():
     assert Padding.of(None, 4) is None
     later = Padding.of(torch.tensor([[0, 0, 1, 1, 1]]), 2)
     assert later is None
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 1, 7, 9]], ids=["rows", "packed"])
+@pytest.mark.parametrize("carried", [False, True], ids=["no_state", "carried_state"])
+def test_joined_convolutions_are_the_separate_ones(convolution, bounds, carried):
+    """Outputs, states and every gradient, against torch's own convolution of each sequence by itself."""
+    layers = (convolution, ShortConvolution(3, convolution.width, silu=True).double())
+    torch.nn.init.normal_(layers[1].weight)
+    rows, time, past = (2, 9, convolution.width - 1) if bounds is None else (3, 9, convolution.width - 1)
+    inputs = [torch.randn(2 if bounds is None else 1, time, n, dtype=torch.float64) for n in (5, 3)]
+    before = [torch.randn(rows, past, n, dtype=torch.float64) * carried for n in (5, 3)]
+    leaves = [*(x.requires_grad_() for x in (*inputs, *before)), *(layer.weight for layer in layers)]
+    packing = None if bounds is None else Packing.of(torch.tensor(bounds), None, 1, 9)
+    outputs, states = convolve(layers, inputs, before if carried else None, packing=packing)
+
+    wanted, last = [], []
+    for layer, x, old in zip(layers, inputs, before, strict=True):
+        parts = x.unbind(0) if bounds is None else x[0].split([1, 6, 2])
+        extended = [torch.cat((o, part)) for o, part in zip(old, parts, strict=True)]
+        alone = [
+            torch.nn.functional.silu(torch.nn.functional.conv1d(e.mT, layer.weight, groups=layer.channels)).mT
+            for e in extended
+        ]
+        wanted.append(torch.stack(alone) if bounds is None else torch.cat(alone).unsqueeze(0))
+        last.append(torch.stack([e[len(e) - past :] for e in extended]))
+    weights = [torch.randn_like(y) for y in (*wanted, *last)]
+
+    def gradients(found):
+        return torch.autograd.grad(found, leaves, weights, materialize_grads=True)
+
+    for found, right in zip((*outputs, *states), (*wanted, *last), strict=True):
+        assert found.shape == right.shape
+        assert torch.allclose(found, right, rtol=0, atol=EXACT * 10)
+    for leaf, found, right in zip(leaves, gradients([*outputs, *states]), gradients([*wanted, *last]), strict=True):
+        if carried or not any(leaf is x for x in before):
+            assert torch.allclose(found, right, rtol=0, atol=EXACT * 100), leaf.shape
+
+
+def test_states_that_are_not_wanted_are_not_made(convolution):
+    _, states = convolve((convolution,), (torch.randn(2, 9, 5, dtype=torch.float64),), keep_states=False)
+    assert states == ()
