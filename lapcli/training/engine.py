@@ -340,8 +340,13 @@ class _Loop:
         self.reporter = reporter if processes.leader else SilentReporter()
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, lineage, keep=execution.keep, reporter=self.reporter)
         self.curve = Curve(folder / CURVE)
+        trained = list(trained_parameters(student).values())
         self.optimizer = torch.optim.AdamW(
-            list(trained_parameters(student).values()), lr=settings.lr, weight_decay=settings.weight_decay
+            trained,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            # One kernel for all that lies on GPUs; elsewhere whatever torch takes by itself.
+            fused=True if all(parameter.is_cuda for parameter in trained) else None,
         )
         self.step, self.tokens = 0, 0
         self.first: Measured | None = None
