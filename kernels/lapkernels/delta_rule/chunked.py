@@ -239,7 +239,8 @@ class _Decayed(torch.autograd.Function):
     def forward(ctx: Any, g: Tensor, erased: Tensor, read: Tensor) -> tuple[Tensor, ...]:
         total = g.cumsum(-1, dtype=torch.float64)
         # Above the diagonal this may overflow; `tril` puts zeros there whatever it finds.
-        within = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(g.dtype).exp_().tril_()
+        within = erased.new_empty(erased.shape)
+        torch.sub(total.unsqueeze(-1), total.unsqueeze(-2), out=within).exp_().tril_()
         from_start, to_end = total.to(g.dtype).exp_(), within[:, -1].clone()
         erased, read = erased * within, read * within
         ctx.save_for_backward(within, from_start, to_end, erased, read)
