@@ -4,6 +4,7 @@
 and saved may take longer. Here every signal is passed on once, and the processes end when they are done.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -13,6 +14,9 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from lapcli.errors import LapcliError
+
+_PR_SET_PDEATHSIG = 1
 _GRACE = 60.0
 """Seconds in which the others may end by themselves when one process has failed."""
 
@@ -27,7 +31,10 @@ def launch(arguments: Sequence[str], count: int) -> int:
         count: how many processes; the first leads.
 
     Returns:
-        0 where all ended well, else the exit code of the first that did not.
+        0 where all ended well, 130 after a signal, else the exit code of the first that did not end well.
+
+    Raises:
+        LapcliError: one of them was killed by a signal that did not pass through here.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -42,8 +49,10 @@ def launch(arguments: Sequence[str], count: int) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
     }
     running: list[subprocess.Popen[bytes]] = []
+    said: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        said.append(number)
         for process in running:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
@@ -55,15 +64,36 @@ def launch(arguments: Sequence[str], count: int) -> int:
             environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             # In a session of their own, so that Ctrl-C reaches them once.
             running.append(
-                subprocess.Popen([sys.executable, "-m", "lapcli", *arguments], env=environment, start_new_session=True)
+                subprocess.Popen(
+                    [sys.executable, "-m", "lapcli", *arguments],
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=_end_with_the_parent if sys.platform == "linux" else None,
+                )
             )
-        return _outlast(running)
+        code = _outlast(running)
+        if code and said:
+            # Those that follow end as failed, and perhaps first.
+            return 130
+        killed = [(rank, -process.returncode) for rank, process in enumerate(running) if (process.returncode or 0) < 0]
+        if killed:
+            rank, number = killed[0]
+            raise LapcliError(
+                f"process {rank} of {count} was killed (signal {number}), so the others ended too",
+                "the same command goes on from the last checkpoint",
+            )
+        return code
     finally:
         for process in running:
             if process.poll() is None:
                 process.kill()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_with_the_parent() -> None:
+    """Let the kernel send SIGTERM when the process that started this one is no more, however it ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _outlast(running: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=BaseModel)
 class Settings(BaseModel):
     """Settings of one stage: frozen, and strict about unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def document(self) -> dict[str, Any]:
         """The settings as they are stored and hashed."""
@@ -85,7 +85,9 @@ class Optimisation(Settings):
     kl_weight: float = Field(default=1.0, ge=0, description="w in cross entropy + w T^2 KL; 0: no teacher")
     temperature: float = Field(default=2.0, gt=0, description="T in it")
     validation: int = Field(default=64, ge=0, description="sequences held out")
-    seed: int = Field(default=0, ge=0, description="of LoRA's first values, of the order of text, and of recall")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="of LoRA's first values, of the order of text, and of recall"
+    )
 
     @model_validator(mode="after")
     def _rates_in_order(self) -> Self:

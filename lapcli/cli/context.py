@@ -1,5 +1,6 @@
 """What every command begins with: the model it means, and the settings that its options spell."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,13 @@ def base_model(model: str | None, run: "RunDirectory") -> "ModelSource":
     return source
 
 
-def from_command_line(model: "type[Model]", values: dict[str, Any]) -> "Model":
+def from_command_line(model: "type[Model]", values: dict[str, Any], names: Mapping[str, str] | None = None) -> "Model":
     """Settings from options.
+
+    Args:
+        model: the settings.
+        values: by the settings' names.
+        names: of options that are called otherwise.
 
     Raises:
         UsageError: a value does not fit.
@@ -53,7 +59,10 @@ def from_command_line(model: "type[Model]", values: dict[str, Any]) -> "Model":
         return validate(model, values, "option")
     except RecipeError as error:
         field, _, complaint = error.message.removeprefix("option: ").partition(": ")
-        raise UsageError(f"--{field.replace('_', '-')}: {complaint}", error.hint) from error
+        if not field:
+            # Of several options together; all of them are not worth repeating.
+            raise UsageError(complaint.partition(" (found ")[0], error.hint) from error
+        raise UsageError(f"--{(names or {}).get(field, field).replace('_', '-')}: {complaint}", error.hint) from error
 
 
 def calibration_settings(

@@ -20,8 +20,12 @@ _METHOD = "What the numbers depend on"
 _MACHINE = "This machine"
 
 
-def _option(text: str, *names: str, panel: str = _METHOD) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
+_NAMES = {"batch": "batch-size", "rank": "lora-rank", "alpha": "lora-alpha", "targets": "lora-target"}
+"""Options that are not called as the settings are."""
+
+
+def _option(text: str, *names: str, panel: str = _METHOD, least: int | None = None) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, min=least)
 
 
 def register(app: typer.Typer) -> None:
@@ -74,7 +78,7 @@ def run(
     ] = "none",
     micro_batch: Annotated[
         int | None,
-        _option("Sequences that a GPU computes at once. Default: about 8192 tokens.", panel=_MACHINE),
+        _option("Sequences that a GPU computes at once. Default: about 8192 tokens.", panel=_MACHINE, least=1),
     ] = None,
     gradient_checkpointing: Annotated[
         bool,
@@ -84,8 +88,8 @@ def run(
             panel=_MACHINE,
         ),
     ] = False,
-    validate_every: Annotated[int, _option("Steps between two validations.", panel=_MACHINE)] = 100,
-    save_every: Annotated[int, _option("Steps between two checkpoints.", panel=_MACHINE)] = 100,
+    validate_every: Annotated[int, _option("Steps between two validations.", panel=_MACHINE, least=1)] = 100,
+    save_every: Annotated[int, _option("Steps between two checkpoints.", panel=_MACHINE, least=1)] = 100,
     teacher_device: Annotated[
         str | None, _option("Where the teacher lies. Default: beside the student.", panel=_MACHINE)
     ] = None,
@@ -105,7 +109,7 @@ def run(
 ) -> None:
     """Leave a merged model in `RUN/recovered`, and adapter, curve and checkpoints in `RUN/recovery`."""
     from lapcli.cli import context, display
-    from lapcli.errors import UsageError
+    from lapcli.errors import CheckFailed, UsageError
 
     if sharding not in ("none", "fsdp"):
         raise UsageError(f"--sharding {sharding!r} is none of none, fsdp")
@@ -115,6 +119,12 @@ def run(
         "temperature": temperature, "rank": lora_rank, "alpha": lora_alpha, "targets": lora_target or None,
         "full": full or None, "control": control or None, "validation": validation, "seed": seed,
     }  # fmt: skip
+    if tracker:
+        from lapcli.training.trackers import TRACKERS
+
+        for name in tracker:
+            if name not in TRACKERS:
+                raise UsageError(f"--tracker {name!r} is none of {', '.join(TRACKERS)}")
     directory = context.run_directory(run_path)
     settings, student, guide = _request(directory, model, teacher, recipe, given)
 
@@ -165,10 +175,18 @@ def run(
         note_recovery(plan, directory)
     if as_json:
         display.emit(result.document())
-        return
-    if not quiet:
+    elif not quiet:
         _show(result.record)
-    done = "recovered" if result.worked else "nothing to do, it is there already"
+    if result.record["stopped"]:
+        raise CheckFailed(
+            f"training stopped early: {result.record['stopped']}; {result.output} has the parameters of step "
+            f"{result.record['step']}",
+            "pass a lower --lr, and --restart",
+        )
+    if as_json:
+        return
+    made = "trained alike" if settings.control else "recovered"
+    done = made if result.worked else "nothing to do, it is there already"
     tasks = "builtin niah"
     display.closing(f"{done}: {result.output}\nnext: lapcli eval {tasks}{options.run_flag(run_path)}", quiet=quiet)
 
@@ -213,7 +231,7 @@ def _request(
             guide = resolve_model(teacher)
         else:
             guide = student if chosen.get("control") else teacher_of(student)
-    defaults = default_recovery(student.is_demo or (guide is not None and guide.is_demo))
+    defaults = default_recovery(student.is_demo or _comes_from_a_demo(student))
     if chosen.get("steps") is not None and given["samples"] is None:
         for ours in (defaults, chosen):
             ours.pop("samples", None)
@@ -221,7 +239,17 @@ def _request(
         chosen.pop("steps", None)
     if "lr" in chosen and "lr_min" not in chosen:
         chosen["lr_min"] = chosen["lr"] / 10
-    return context.from_command_line(RecoverySettings, defaults | chosen), student, guide
+    return context.from_command_line(RecoverySettings, defaults | chosen, _NAMES), student, guide
+
+
+def _comes_from_a_demo(student: "ModelSource") -> bool:
+    from lapcli.errors import LapcliError
+    from lapcli.stages.recovery import teacher_of
+
+    try:
+        return teacher_of(student).is_demo
+    except LapcliError:
+        return False
 
 
 def _check_processes(gpus: int | None, device: str, batch: int) -> None:
@@ -258,7 +286,10 @@ def _check_machine(plan: "RecoveryPlan", machine: Any, teacher_device: str | Non
     if teacher_device is not None and plan.teacher is not None:
         if sharding == "fsdp":
             raise UsageError("--teacher-device: with --sharding fsdp the teacher is spread as the student is")
-        replace(machine, device=teacher_device).check(plan.teacher.config)
+        try:
+            replace(machine, device=teacher_device).check(plan.teacher.config)
+        except UsageError as error:
+            raise UsageError(error.message.replace("--device", "--teacher-device"), error.hint) from error
 
 
 def _would_do(plan: "RecoveryPlan", as_json: bool) -> None:

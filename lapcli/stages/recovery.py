@@ -16,7 +16,7 @@ import torch
 
 from lapcli.artifacts import Lineage, RunDirectory, read_document, write_document
 from lapcli.data import check_source, fingerprint, parse_mixture
-from lapcli.errors import ArtifactError, FamilyError
+from lapcli.errors import ArtifactError, FamilyError, LapcliError, ModelError
 from lapcli.families.library_kernels import choose_kernels
 from lapcli.families.loading import load_model, load_tokenizer, skeleton
 from lapcli.families.registry import family_for
@@ -136,21 +136,29 @@ def teacher_of(student: ModelSource) -> ModelSource:
         ArtifactError: lapcli did not slice it, or the model has changed since.
         ModelError: it is no longer where it was.
     """
-    lineage = sliced_lineage(student.path)
-    if lineage is None:
-        raise ArtifactError(
-            f"{student.name} holds no {LINEAGE_FILE} that says what it was pruned from",
-            "name that model with --teacher",
-        )
-    name, revision, digest = (lineage.model.get(key) for key in ("name", "revision", "digest"))
-    teacher = resolve_model(str(name), revision)
-    if teacher.digest != digest:
-        raise ArtifactError(
-            f"{name} has changed since {student.name} was made from it ({str(digest)[:12]} then, "
-            f"{teacher.digest[:12]} now)",
-            "put it back, or name the teacher with --teacher",
-        )
-    return teacher
+    made, lineage = student, sliced_lineage(student.path)
+    while lineage is not None:
+        name, revision, digest = (lineage.model.get(key) for key in ("name", "revision", "digest"))
+        try:
+            origin = resolve_model(str(name), revision)
+        except ModelError as error:
+            raise ModelError(
+                f"{made.name} was made from {name}, which is not there any more: {error.message}",
+                "put it back, or name the teacher with --teacher",
+            ) from error
+        if origin.digest != digest:
+            raise ArtifactError(
+                f"{name} has changed since {made.name} was made from it ({str(digest)[:12]} then, "
+                f"{origin.digest[:12]} now)",
+                "put it back, or name the teacher with --teacher",
+            )
+        if lineage.settings.get("stage") == "slicing":
+            return origin
+        # Recovered before: what it was made from is the slice.
+        made, lineage = origin, sliced_lineage(origin.path)
+    raise ArtifactError(
+        f"{made.name} holds no {LINEAGE_FILE} that says what it was pruned from", "name that model with --teacher"
+    )
 
 
 def plan_recovery(
@@ -262,8 +270,17 @@ def _finished(
         return None
     found = read_document(folder / SUMMARY, KIND)
     refuse_stale(recovery_lineage(student, teacher, settings), found, folder / SUMMARY, _MEND)
-    whole = (output / LINEAGE_FILE).is_file() and (folder / ADAPTER / LINEAGE_FILE).is_file()
-    return found if whole else None
+    return found if (folder / ADAPTER / LINEAGE_FILE).is_file() and _is_whole(output, found) else None
+
+
+def _is_whole(output: Path, found: Lineage) -> bool:
+    """Whether the merged model is the one that was written."""
+    if not (output / LINEAGE_FILE).is_file():
+        return False
+    try:
+        return resolve_model(str(output)).digest == found.record.get("digest")
+    except LapcliError:
+        return False
 
 
 def recovery_lineage(student: ModelSource, teacher: ModelSource | None, settings: RecoverySettings) -> Lineage:
@@ -316,12 +333,21 @@ def recover_into(
     if plan.finished is not None:
         reporter.notice(f"{plan.output} is there already")
         return RecoveryResult(plan.output, adapter, plan.finished.record, worked=False)
-    if plan.restart and processes.leader:
-        for folder in (plan.folder, plan.output):
-            _throw_away(folder)
+    places = (plan.folder, plan.output) if plan.restart and processes.leader else ()
+    for place in places:
+        _check_ours(place)
+    for place in places:
+        _set_aside(place)
     processes.wait()
     begun = time.monotonic()
-    training, state, sample = _train(plan, machine, teacher_device, execution, trackers, reporter, processes)
+    try:
+        training, state, sample = _train(plan, machine, teacher_device, execution, trackers, reporter, processes)
+    except BaseException:
+        if latest_step(plan.folder / CHECKPOINTS) is None:
+            # Nothing has taken its place: no text, no room, an interruption before the first step.
+            for place in places:
+                _bring_back(place)
+        raise
     record: dict[str, Any] = {
         "step": training.step,
         "tokens": training.tokens,
@@ -345,9 +371,12 @@ def recover_into(
     except ImportError:
         reporter.notice(f"{plan.folder / PICTURE} was not drawn: that needs matplotlib")
     record["reloaded"] = asdict(_merge(plan, adapter, record, sample, machine, reporter))
+    record["digest"] = resolve_model(str(plan.output)).digest
     write_document(plan.folder / SUMMARY, replace(lineage, record={**record, "wall_seconds": time.monotonic() - begun}))
     label = "control" if plan.settings.control else "recovered"
-    forget_stale(run.evaluation, label, resolve_model(str(plan.output)).digest, reporter)
+    forget_stale(run.evaluation, label, record["digest"], reporter)
+    for place in (plan.folder, plan.output):
+        shutil.rmtree(_aside(place), ignore_errors=True)
     return RecoveryResult(plan.output, adapter, record, worked=True)
 
 
@@ -363,8 +392,25 @@ def note_recovery(plan: RecoveryPlan, run: RunDirectory) -> None:
     run.note(base, "recover", {"recovery": plan.settings.document()})
 
 
-def _throw_away(folder: Path) -> None:
-    """Remove what an earlier recovery left, and nothing that is not lapcli's.
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.before-restart")
+
+
+def _set_aside(folder: Path) -> None:
+    """Give way to a new recovery; what lay aside already is that of a restart that never came to an end."""
+    if folder.exists():
+        shutil.rmtree(_aside(folder), ignore_errors=True)
+        folder.rename(_aside(folder))
+
+
+def _bring_back(folder: Path) -> None:
+    if _aside(folder).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        _aside(folder).rename(folder)
+
+
+def _check_ours(folder: Path) -> None:
+    """See that a folder that will give way holds what an earlier recovery left.
 
     Raises:
         ArtifactError: the folder holds something else.
@@ -374,7 +420,6 @@ def _throw_away(folder: Path) -> None:
     ours = {CHECKPOINTS, CURVE, ADAPTER, SUMMARY, PICTURE, LINEAGE_FILE}
     if not ours & {entry.name for entry in folder.iterdir()}:
         raise ArtifactError(f"{folder} is there, but lapcli did not write it", "remove it, or pass another --run DIR")
-    shutil.rmtree(folder)
 
 
 def _train(
@@ -496,7 +541,8 @@ def _merge(
         with reporter.task("reading the merged model in a fresh process"):
             found = check_reload(plan.student, plan.settings, adapter, unchecked, sample, machine)
         if plan.output.exists():
-            _throw_away(plan.output)
+            _check_ours(plan.output)
+            shutil.rmtree(plan.output)
         unchecked.rename(plan.output)
     finally:
         shutil.rmtree(unchecked, ignore_errors=True)

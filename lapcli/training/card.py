@@ -59,6 +59,8 @@ def recovery_card(
 
 def _pruning(student: ModelSource) -> str:
     lineage = sliced_lineage(student.path)
-    if lineage is None or lineage.settings.get("stage") != "slicing":
+    if lineage is None:
         return "none by lapcli"
+    if lineage.settings.get("stage") != "slicing":
+        return f"see the card of `{lineage.model.get('name')}`, which it was recovered from"
     return f"{lineage.settings.get('method')}, kept key width {lineage.settings.get('kept_width')}"

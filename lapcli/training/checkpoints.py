@@ -33,7 +33,7 @@ TENSORS_FILE = "state.safetensors"
 KIND = "checkpoint"
 
 _NAME = re.compile(r"step-(\d+)")
-_MEND = "go on with the settings that it was made with, or train in another folder with --run DIR"
+_MEND = "go on with the inputs that it was made with, pass --restart to begin anew, or --run DIR to keep both"
 _DAMAGE = (ArtifactError, SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError)
 
 

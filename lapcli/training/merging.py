@@ -110,7 +110,7 @@ def merge(
     total = sum(header.path.stat().st_size for header in source.headers)
     with (
         atomic_directory(output, replace=overwrite) as folder,
-        reporter.task(f"merging into {source.name}", total=total, unit="B") as task,
+        reporter.task("writing the merged model", total=total, unit="B") as task,
     ):
         for header in source.headers:
             target = folder / header.path.name

@@ -150,6 +150,11 @@ def test_a_whole_recipe(lapcli, pruned, text, tmp_path):
     [
         (("--steps", "4", "--samples", "8"), 2, "either samples or steps"),
         (("--lr", "0"), 2, "--lr"),
+        (("--kl-weight", "inf"), 2, "--kl-weight"),
+        (("--lora-rank", "0"), 2, "--lora-rank"),
+        (("--seed", "99999999999999999999999"), 2, "--seed"),
+        (("--save-every", "0"), 2, "--save-every"),
+        (("--teacher-device", "cuda:7"), 2, "--teacher-device"),
         (("--lr", "1e-4", "--lr-min", "1e-3"), 2, "above lr"),
         (("--sharding", "some"), 2, "--sharding"),
         (("--gpus", "3", "--device", "cpu", "--batch-size", "4"), 2, "cannot be shared by 3"),
@@ -165,6 +170,13 @@ def test_refused_at_once(lapcli, run, text, options, code, said):
     assert found == code, err
     assert said in " ".join(err.split())
     assert not (run / "recovery").exists()
+
+
+def test_divergence_is_no_success(lapcli, run, text):
+    code, out, err = lapcli("recover", "--data", text, *SMALL, "--lr", "1e30", "--validate-every", "1", "--json")
+    assert code == 3
+    assert "training stopped early" in err
+    assert json.loads(out)["stopped"]
 
 
 def test_without_a_run(lapcli):
@@ -205,6 +217,33 @@ def test_stopped_it_goes_on_to_the_same_bits(run, text, unbroken, number):
     found = load_file(run / "recovered" / "model.safetensors")
     assert found.keys() == unbroken.keys()
     assert all((found[name] == unbroken[name]).all() for name in unbroken)
+
+
+def test_a_killed_process_takes_the_other_with_it_and_is_named(run, text):
+    process = start("recover", "--data", text, *LONG, "--gpus", "2", "--device", "cpu", "--run", run)
+    until(process, lambda: steps_in(run) > 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    os.kill(int(children[1]), signal.SIGKILL)
+    _out, err = process.communicate(timeout=150)
+    assert process.returncode == 1
+    assert "process 1 of 2 was killed (signal 9)" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's word to children is Linux's")
+def test_processes_end_with_the_one_that_started_them(run, text):
+    process = start("recover", "--data", text, *LONG, "--gpus", "2", "--device", "cpu", "--run", run)
+    until(process, lambda: steps_in(run) > 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.communicate(timeout=150)
+    end = time.monotonic() + 60
+    while any(Path(f"/proc/{child}/cmdline").exists() for child in children):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    # They had time to save.
+    assert (run / "recovery" / "checkpoints").is_dir()
+    assert steps_in(run) < 40
 
 
 def test_two_processes_end_together_and_go_on_as_one(run, text):

@@ -288,6 +288,35 @@ def test_what_is_not_lapclis_is_not_thrown_away(made, words, run):
     assert (run.recovered / "thesis.tex").is_file()
 
 
+def test_a_restart_that_comes_to_nothing_leaves_what_was_there(made, words, run, tmp_path):
+    base, student = made
+    healed(student, base, settings(words), run)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(DataError):
+        healed(student, base, settings(empty), run, restart=True)
+    assert not healed(student, base, settings(words), run).worked
+    assert healed(student, base, settings(words, lr=1e-3), run, restart=True).worked
+    assert not list(run.path.glob(".*"))
+
+
+def test_a_damaged_result_is_made_again(made, words, run):
+    base, student = made
+    healed(student, base, settings(words), run)
+    file = run.recovered / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(damaged)
+        assert healed(student, base, settings(words), run).worked
+        assert file.read_bytes() == whole
+
+
+def test_a_recovered_model_learns_from_the_unpruned_one(made, words, run):
+    base, student = made
+    healed(student, base, settings(words), run)
+    assert teacher_of(resolve_model(str(run.recovered))).digest == base.digest
+
+
 def test_where_flas_gradients_are_wrong_pytorch_runs(tmp_path, monkeypatch):
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
     from transformers.models.qwen3_5 import modeling_qwen3_5
