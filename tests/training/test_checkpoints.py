@@ -191,7 +191,7 @@ def test_another_training_is_refused_with_what_differs(kept, change, named):
     with pytest.raises(ArtifactError) as refused:
         Checkpoints(kept.folder, other).newest()
     assert named in refused.value.message
-    assert "another folder" in refused.value.hint
+    assert "--run DIR" in refused.value.hint
     assert names(kept) == ["step-1"]
 
 
