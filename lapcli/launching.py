@@ -68,7 +68,7 @@ def launch(arguments: Sequence[str], count: int) -> int:
                     [sys.executable, "-m", "lapcli", *arguments],
                     env=environment,
                     start_new_session=True,
-                    preexec_fn=_end_with_the_parent if sys.platform == "linux" else None,
+                    preexec_fn=end_with_the_parent if sys.platform == "linux" else None,
                 )
             )
         code = _outlast(running)
@@ -91,7 +91,7 @@ def launch(arguments: Sequence[str], count: int) -> int:
             signal.signal(number, handler)
 
 
-def _end_with_the_parent() -> None:
+def end_with_the_parent() -> None:
     """Let the kernel send SIGTERM when the process that started this one is no more, however it ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

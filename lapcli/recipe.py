@@ -140,14 +140,58 @@ class EvaluationRequest(Settings):
     limit: int | None = Field(default=None, gt=0, description="items of each task")
 
 
+class SweepSettings(Settings):
+    """What varies between the cells of a sweep; an axis that is left out keeps what the recipe's own sections say."""
+
+    method: list[str] | None = Field(default=None, min_length=1, description="selectors")
+    ratio: list[str] | None = Field(default=None, min_length=1, description="removed fractions, as they were typed")
+    keep: list[int] | None = Field(default=None, min_length=1, description="kept widths K', instead of ratios")
+    score_from: list[ScoreFrom] | None = Field(default=None, min_length=1, description="keys, queries or both decide")
+    data: list[str] | None = Field(default=None, min_length=1, description="calibration texts")
+    samples: list[int] | None = Field(default=None, min_length=1, description="token sequences of a calibration")
+    seed: list[int] | None = Field(default=None, min_length=1, description="seeds of what `seed_of` says")
+    seed_of: list[Literal["calibration", "selection", "recovery"]] = Field(
+        default=["calibration", "selection", "recovery"], min_length=1, description="stages that the seeds are for"
+    )
+    recoveries: dict[str, dict[str, Any]] | None = Field(
+        default=None, min_length=1, description="by a name each: settings that differ from those of `recovery`"
+    )
+
+    @field_validator("ratio", mode="before")
+    @classmethod
+    def _as_typed(cls, values: object) -> object:
+        if not isinstance(values, list):
+            return values
+        many = cast(list[object], values)
+        return [repr(each) if isinstance(each, int | float) and not isinstance(each, bool) else each for each in many]
+
+    @field_validator("method", "ratio", "keep", "score_from", "data", "samples", "seed", "seed_of")
+    @classmethod
+    def _each_once(cls, values: list[Any] | None) -> list[Any] | None:
+        twice = next((value for number, value in enumerate(values or []) if value in (values or [])[:number]), None)
+        if twice is not None:
+            raise ValueError(f"{twice!r} is there twice")
+        return values
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if self.ratio is not None and self.keep is not None:
+            raise ValueError("give either ratio or keep")
+        return self
+
+
 class Recipe(Settings):
-    """A chain: a model, its calibration, the selection, its recovery, and what is evaluated at the end."""
+    """A chain: a model, its calibration, the selection, its recovery, and what is evaluated at the end.
+
+    With a `sweep`, many: each cell is a chain that differs from the others in what that says.
+    """
 
     model: str = Field(default="demo:gdn", description="a directory, a hub id, or demo:NAME")
     calibration: CalibrationSettings
     selection: SelectionSettings
     recovery: RecoverySettings | None = None
     evaluation: EvaluationRequest | None = None
+    sweep: SweepSettings | None = None
 
 
 def default_calibration(is_demo: bool) -> dict[str, Any]:

@@ -7,7 +7,21 @@ from types import FrameType
 
 import typer
 
-from lapcli.cli import analyze, bench, calibrate, eval_, inspect_, list_, plan, prune, recover, run, select_, slice_
+from lapcli.cli import (
+    analyze,
+    bench,
+    calibrate,
+    eval_,
+    inspect_,
+    list_,
+    plan,
+    prune,
+    recover,
+    run,
+    select_,
+    slice_,
+    sweep,
+)
 from lapcli.errors import LapcliError
 
 app = typer.Typer(
@@ -18,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (prune, plan, calibrate, select_, slice_, recover, eval_, analyze, run, inspect_, list_, bench):
+for module in (prune, plan, calibrate, select_, slice_, recover, eval_, analyze, run, sweep, inspect_, list_, bench):
     module.register(app)
 
 

@@ -215,3 +215,99 @@ def failure(error: LapcliError) -> None:
     out.print(f"error: {error.message}", style="bold red", markup=False)
     if error.hint:
         out.print(error.hint, markup=False)
+
+
+class SweepDisplay:
+    """A table of a sweep's cells that changes as they do, on a terminal; a line for each change elsewhere.
+
+    Args:
+        quiet: say nothing but warnings.
+        names: of the cells, in their order.
+    """
+
+    def __init__(self, quiet: bool, names: Sequence[str]):
+        self.quiet, self.names = quiet, names
+        self.console = console()
+        self.notes: dict[str, str] = {}
+        self.begun: dict[str, float] = {}
+        self.states: dict[str, str] = {}
+        self.start = self.drawn = time.monotonic()
+        self.live: Any = None
+
+    def __enter__(self) -> "SweepDisplay":
+        if not self.quiet and self.console.is_terminal:
+            from rich.live import Live
+
+            self.live = Live(console=self.console, auto_refresh=False, transient=True)
+            self.live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.live is not None:
+            self.live.__exit__(*error)
+
+    def changed(self, record: Any, name: str | None) -> None:
+        """Show that something changed, or that time went by."""
+        if self.live is not None:
+            if name is not None or time.monotonic() - self.drawn > 0.5:
+                self.drawn = time.monotonic()
+                self.live.update(self._table(record), refresh=True)
+            return
+        if self.quiet or name is None:
+            return
+        cell = record.cells.get(name.removeprefix("slice of "))
+        entry = record.base if name == "base" else cell or record.calibrations[name.removeprefix("calibration ")]
+        state = entry["state"]
+        if state == "failed":
+            self.console.print(f"{name}: failed: {entry['failure']['message']}", style="red", markup=False)
+        elif state == "running":
+            self.begun[name] = time.monotonic()
+            self.console.print(f"{name}: begun", style="dim", markup=False)
+        else:
+            seconds = time.monotonic() - self.begun.get(name, self.start)
+            done = sum(each["state"] == "done" for each in record.cells.values())
+            self.console.print(f"{name}: done, {seconds:.1f} s ({done} of {len(record.cells)} cells)", markup=False)
+
+    def progress(self, name: str, text: str) -> None:
+        """Note how far a job is."""
+        self.notes[name] = text
+
+    def said(self, name: str, kind: str, text: str) -> None:
+        """Print a job's warning; its notices stay in its run."""
+        if kind == "warning":
+            self.console.print(f"warning: {name}: {text}", style="yellow", markup=False)
+
+    def _table(self, record: Any) -> Any:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        counts = dict.fromkeys(("done", "running", "waiting", "failed"), 0)
+        for entry in record.cells.values():
+            counts[entry["state"]] += 1
+        said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        drawn = Table(title=f"{said}; {time.monotonic() - self.start:.0f} s", title_justify="left", box=box.SIMPLE_HEAD)
+        for column in ("cell", "state", ""):
+            drawn.add_column(column, overflow="ellipsis", no_wrap=True)
+        parts = {f"calibration {name}": entry for name, entry in record.calibrations.items()}
+        if record.base.get("state"):
+            parts["base"] = record.base
+        cells = {name: record.cells[name] for name in self.names}
+        room = max(6, self.console.height - 6)
+        # What moves comes first where a screen cannot hold everything.
+        order = {"running": 0, "failed": 1, "waiting": 2, "done": 3}
+        rows = [*parts.items(), *cells.items()]
+        if len(rows) > room:
+            rows = sorted(rows, key=lambda row: order[row[1]["state"]])[:room]
+        styles = {"done": "green", "failed": "red", "running": "bold", "waiting": "dim"}
+        for name, entry in rows:
+            state = entry["state"]
+            note = self.notes.get(name) or self.notes.get(f"slice of {name}", "")
+            if state == "failed":
+                note = entry["failure"]["message"]
+            elif state == "done":
+                note = f"{entry['wall_seconds']:.0f} s" if "wall_seconds" in entry else ""
+            elif state == "waiting":
+                note = ""
+            drawn.add_row(Text(name), Text(state, style=styles[state]), Text(note))
+        return drawn

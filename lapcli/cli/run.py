@@ -43,6 +43,8 @@ def run(
         )
     recipe = find_recipe(recipe)
     plan = read_recipe(recipe)
+    if plan.sweep is not None:
+        raise RecipeError(f"{recipe} is a sweep, of many chains", f"lapcli sweep {recipe}")
     if (plan.selection.ratio is None) == (plan.selection.keep is None):
         raise RecipeError(f"{recipe}: selection: give either ratio or keep")
     if plan.evaluation is not None:

@@ -68,8 +68,8 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_is_valid_and_says_how_to_run_it(path):
-    read_recipe(path)
-    assert f"lapcli run {path.relative_to(ROOT / 'recipes').with_suffix('')}" in path.read_text()
+    command = "run" if read_recipe(path).sweep is None else "sweep"
+    assert f"lapcli {command} {path.relative_to(ROOT / 'recipes').with_suffix('')}" in path.read_text()
 
 
 def test_the_shipped_model_keeps_to_its_size_and_names_its_data():

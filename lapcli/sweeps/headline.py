@@ -1,0 +1,79 @@
+"""The scores by which cells are shown side by side: of each task the first metric, at each length."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lapcli.sweeps.record import SweepRecord
+
+_PREFERRED = ("token_perplexity", "word_perplexity", "perplexity", "exact_match", "acc_norm", "acc")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One score.
+
+    Attributes:
+        task: as in `Score`.
+        metric: as in `Score`.
+        length: as in `Score`.
+        higher_is_better: the direction; `None` where nobody says.
+    """
+
+    task: str
+    metric: str
+    length: int | None
+    higher_is_better: bool | None
+
+    @property
+    def title(self) -> str:
+        """As a table's heading has it."""
+        name = self.task.split(":", 1)[0] if self.task.startswith("text:") else self.task
+        return name if self.length is None else f"{name} {self.length}"
+
+    def of(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of `evaluation.json` is this score's."""
+        return (row["task"], row["metric"], row["length"]) == (self.task, self.metric, self.length)
+
+
+def columns_of(record: SweepRecord) -> list[Column]:
+    """The headline scores of all that was measured."""
+    rows = [row for entry in (record.base, *record.cells.values()) for row in entry.get("rows", ())]
+    return headline(rows)
+
+
+def headline(rows: Iterable[Mapping[str, Any]]) -> list[Column]:
+    """Of each task the metric that comes first, in the order of the rows."""
+    found: dict[str, dict[tuple[str, int | None], bool | None]] = {}
+    for row in rows:
+        found.setdefault(row["task"], {}).setdefault((row["metric"], row["length"]), row["higher_is_better"])
+    columns: list[Column] = []
+    for task, measures in found.items():
+        metrics = list(dict.fromkeys(metric for metric, _length in measures))
+        chosen = next((metric for metric in _PREFERRED if metric in metrics), metrics[0])
+        lengths = sorted((length for metric, length in measures if metric == chosen), key=lambda length: length or 0)
+        columns += [Column(task, chosen, length, measures[chosen, length]) for length in lengths]
+    return columns
+
+
+def value_of(entry: Mapping[str, Any], label: str, column: Column) -> tuple[float, float | None, int] | None:
+    """Value, standard error and items of a score; `None` where it was not measured."""
+    for row in entry.get("rows", ()):
+        found = row["values"].get(label) if column.of(row) else None
+        if found is not None:
+            return float(found["value"]), found["stderr"], int(found["n"])
+    return None
+
+
+def shown(value: float, stderr: float | None) -> str:
+    """A value and its standard error, to the digits that the error leaves."""
+    if stderr is None or stderr == 0:
+        return f"{value:.4g}"
+    digits = next((digits for digits in (3, 2, 1) if stderr < 2 * 10.0 ** (1 - digits)), 0)
+    return f"{value:.{digits}f} ± {stderr:.{digits}f}"
+
+
+def score_cells(entry: Mapping[str, Any], label: str, columns: Iterable[Column]) -> list[str]:
+    """A table's cells."""
+    found = [value_of(entry, label, column) for column in columns]
+    return ["–" if each is None else shown(each[0], each[1]) for each in found]
