@@ -17,6 +17,7 @@ from lapcli.cli import (
     plan,
     prune,
     recover,
+    report,
     run,
     select_,
     slice_,
@@ -32,7 +33,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (prune, plan, calibrate, select_, slice_, recover, eval_, analyze, run, sweep, inspect_, list_, bench):
+for module in (
+    prune,
+    plan,
+    calibrate,
+    select_,
+    slice_,
+    recover,
+    eval_,
+    analyze,
+    run,
+    sweep,
+    report,
+    inspect_,
+    list_,
+    bench,
+):
     module.register(app)
 
 

@@ -253,7 +253,8 @@ def _refuse_other_settings(
     mend = "pass --overwrite to have them made anew, or --run DIR to keep both"
     for cell in cells:
         entry = record.cells.get(cell.name)
-        unlike = _unlike(entry["settings"], cell.settings()) if entry else None
+        # Of one that never came to an end, each stage refuses what it finds of other settings.
+        unlike = _unlike(entry["settings"], cell.settings()) if entry and entry["state"] == "done" else None
         if unlike:
             raise ArtifactError(f"{directory.record}: cell {cell.name} has other settings: {unlike}", mend)
     limit = evaluation.limit if evaluation else None

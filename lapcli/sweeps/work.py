@@ -164,10 +164,12 @@ def _recover(
 ) -> dict[str, Any]:
     settings = RecoverySettings.model_validate(values)
     teacher = source if settings.kl_weight else None
-    plan = plan_recovery(
-        resolve_model(str(run.sliced)), teacher, settings, run,
-        overwrite=overwrite, trust_remote_code=machine.trust_remote_code, reporter=reporter,
-    )  # fmt: skip
+    student = resolve_model(str(run.sliced))
+    options: dict[str, Any] = {"trust_remote_code": machine.trust_remote_code, "reporter": reporter}
+    plan = plan_recovery(student, teacher, settings, run, overwrite=overwrite, **options)
+    if overwrite and plan.finished is None and plan.resumes_after is not None:
+        # What was begun may be of other settings.
+        plan = plan_recovery(student, teacher, settings, run, restart=True, **options)
     execution = Execution(micro_batch=micro_batch(settings.seq_len))
     result = recover_into(plan, run, machine=machine, execution=execution, reporter=reporter)
     note_recovery(plan, run)

@@ -1,0 +1,234 @@
+"""Charts as SVG, without a script, a font or a colour that is needed to read them."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from lapcli.reports.document import Chart, Point, Series, printable, size
+
+WIDTH, HEIGHT = 640.0, 400.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 16.0, 14.0, 52.0
+_LEGEND_ROW, _LEGEND_COLUMN = 20.0, 300.0
+_TICKS = 5
+
+# Dash, marker and shade, so that a copy in black and white tells the lines apart.
+_STYLES = (
+    ("#000000", "", "circle"),
+    ("#1f5fa8", "7 4", "square"),
+    ("#b2182b", "2 3", "triangle"),
+    ("#4d4d4d", "9 3 2 3", "diamond"),
+    ("#1b7837", "12 4", "cross"),
+    ("#762a83", "4 2 1 2", "circle-open"),
+    ("#8c510a", "1 4", "square-open"),
+    ("#7a7a7a", "14 3 2 3 2 3", "triangle-open"),
+)
+
+
+def draw(chart: Chart, name: str) -> str:
+    """The chart as an `<svg>` element.
+
+    Args:
+        chart: what to draw; points that are not finite are left out, and so are those a logarithm has no place for.
+        name: of the element, for the ids in it; letters, digits and hyphens.
+    """
+    series = [_drawable(line, chart.log_y) for line in chart.series]
+    reference = chart.reference
+    if reference is not None and not _fits(reference[1], chart.log_y):
+        reference = None
+    xs = [point.x for line in series for point in line.points]
+    ys = [value for line in series for point in line.points for value in _span(point, chart.log_y)]
+    if reference is not None:
+        ys.append(reference[1])
+    named = [line for line in series if line.points]
+    entries = len(named) + (reference is not None)
+    height = HEIGHT + _LEGEND_ROW * math.ceil(entries / 2)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" role="img" '
+        f'aria-labelledby="{name}-title {name}-desc">',
+        f'<title id="{name}-title">{_text(chart.title)}</title>',
+        f'<desc id="{name}-desc">{_text(chart.description)}</desc>',
+        '<g font-family="sans-serif" font-size="13" fill="#111">',
+    ]
+    if not xs:
+        parts.append(f'<text x="{WIDTH / 2:g}" y="{HEIGHT / 2:g}" text-anchor="middle">nothing to draw</text>')
+        return "".join([*parts, "</g></svg>"])
+    x_axis = _Axis(xs, _LEFT, WIDTH - _RIGHT, log=False, binary=chart.bytes_on_x)
+    y_axis = _Axis(ys, HEIGHT - _BOTTOM, _TOP, log=chart.log_y)
+    parts += _frame(chart, x_axis, y_axis)
+    if reference is not None:
+        place = y_axis.place(reference[1])
+        parts.append(
+            f'<line x1="{_LEFT:g}" x2="{WIDTH - _RIGHT:g}" y1="{place:.1f}" y2="{place:.1f}" stroke="#555" '
+            'stroke-width="1" stroke-dasharray="1 2"/>'
+        )
+    for number, line in enumerate(series):
+        parts += _line(line, _STYLES[number % len(_STYLES)], x_axis, y_axis, chart.log_y)
+    parts += _legend(series, reference)
+    return "".join([*parts, "</g></svg>"])
+
+
+class _Axis:
+    """From values to places."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float, *, log: bool, binary: bool = False):
+        self.start, self.end, self.log, self.binary = start, end, log, binary
+        low, high = min(values), max(values)
+        if log:
+            low, high = math.log10(low), math.log10(high)
+        margin = (high - low) * 0.05 or abs(high) * 0.1 or 0.5
+        self.low, self.high = low - margin, high + margin
+        if not log and min(values) >= 0 and not binary:
+            # A share or a loss below zero is nothing to make room for.
+            self.low = max(0.0, self.low)
+
+    def place(self, value: float) -> float:
+        scaled = math.log10(value) if self.log else value
+        return self.start + (scaled - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        if self.log:
+            decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+            values = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
+            found = [(value, f"{value:g}") for value in values if self.low <= math.log10(value) <= self.high]
+            if len(found) > 2:
+                return found
+            # Less than a decade: even steps say more.
+            return [(value, _short(value)) for value in _even(10**self.low, 10**self.high) if value > 0]
+        raw = (self.high - self.low) / _TICKS
+        if not self.binary:
+            return [(value, _short(value)) for value in _even(self.low, self.high)]
+        step = 2.0 ** math.ceil(math.log2(raw))
+        first = math.ceil(self.low / step)
+        values = [number * step for number in range(first, math.floor(self.high / step) + 1)]
+        return [(value, size(value)) for value in values]
+
+
+def _even(low: float, high: float) -> list[float]:
+    """About so many round values between two."""
+    raw = (high - low) / _TICKS
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= raw)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _short(value: float) -> str:
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= factor:
+            return f"{value / (1e3 if unit == 'k' else factor):g}{unit}"
+    return f"{value:.6g}"
+
+
+def _fits(value: float, log: bool) -> bool:
+    return math.isfinite(value) and (value > 0 or not log)
+
+
+def _drawable(line: Series, log: bool) -> Series:
+    points = tuple(point for point in line.points if _fits(point.y, log) and math.isfinite(point.x))
+    return Series(line.name, points, line.thin)
+
+
+def _span(point: Point, log: bool) -> tuple[float, ...]:
+    ends = (point.y - (point.error or 0.0), point.y, point.y + (point.error or 0.0))
+    return tuple(end for end in ends if _fits(end, log))
+
+
+def _frame(chart: Chart, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    left, right, bottom = _LEFT, WIDTH - _RIGHT, HEIGHT - _BOTTOM
+    parts: list[str] = []
+    for value, label in y_axis.ticks():
+        place = y_axis.place(value)
+        parts.append(f'<line x1="{left:g}" x2="{right:g}" y1="{place:.1f}" y2="{place:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 6:g}" y="{place + 4:.1f}" text-anchor="end">{_text(label)}</text>')
+    for value, label in x_axis.ticks():
+        place = x_axis.place(value)
+        parts.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{bottom:g}" y2="{bottom + 5:g}" stroke="#111"/>')
+        parts.append(f'<text x="{place:.1f}" y="{bottom + 19:g}" text-anchor="middle">{_text(label)}</text>')
+    parts.append(
+        f'<path d="M{left:g} {_TOP:g}V{bottom:g}H{right:g}" fill="none" stroke="#111"/>'
+        f'<text x="{(left + right) / 2:g}" y="{HEIGHT - 12:g}" text-anchor="middle">{_text(chart.x_label)}</text>'
+        f'<text transform="translate(14 {(bottom + _TOP) / 2:g}) rotate(-90)" text-anchor="middle">'
+        f"{_text(chart.y_label)}</text>"
+    )
+    return parts
+
+
+def _line(line: Series, style: tuple[str, str, str], x_axis: _Axis, y_axis: _Axis, log: bool) -> list[str]:
+    colour, dash, marker = style
+    places = [(x_axis.place(point.x), y_axis.place(point.y)) for point in line.points]
+    parts: list[str] = []
+    if line.thin:
+        colour, dash = "#999999", ""
+    if len(places) > 1:
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        width = 1 if line.thin else 1.8
+        parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dashes}/>')
+    if line.thin:
+        return parts
+    for point, (x, y) in zip(line.points, places, strict=True):
+        bar = ""
+        if point.error:
+            ends = [y_axis.place(value) for value in _span(point, log)]
+            top, bottom = min(ends), max(ends)
+            bar = (
+                f'<path d="M{x:.1f} {top:.1f}V{bottom:.1f}M{x - 4:.1f} {top:.1f}h8M{x - 4:.1f} {bottom:.1f}h8" '
+                f'stroke="{colour}" fill="none"/>'
+            )
+        error = "" if point.error is None else f" ± {point.error:.3g}"
+        said = f"{line.name}: {point.y:.5g}{error}"
+        parts.append(f"<g><title>{_text(said)}</title>{bar}{_marker(marker, x, y, colour)}</g>")
+    return parts
+
+
+def _marker(kind: str, x: float, y: float, colour: str) -> str:
+    shape, _, opened = kind.partition("-")
+    fill = "#fff" if opened else colour
+    paint = f'fill="{fill}" stroke="{colour}" stroke-width="1.4"'
+    if shape == "circle":
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {paint}/>'
+    outlines = {
+        "square": "m-4 -4h8v8h-8z",
+        "triangle": "m0 -5l5 9h-10z",
+        "diamond": "m0 -5.5l5.5 5.5l-5.5 5.5l-5.5 -5.5z",
+        "cross": "m-4 -4l8 8m0 -8l-8 8",
+    }
+    return f'<path d="M{x:.1f} {y:.1f}{outlines[shape]}" {paint}/>'
+
+
+def _legend(series: Sequence[Series], reference: tuple[str, float, float | None] | None) -> list[str]:
+    parts: list[str] = []
+    shown = [(number, line) for number, line in enumerate(series) if line.points]
+    for place, (number, line) in enumerate(shown):
+        x, y = _legend_place(place)
+        colour, dash, marker = _STYLES[number % len(_STYLES)]
+        if line.thin:
+            colour, dash = "#999999", ""
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        parts.append(
+            f'<line x1="{x:g}" x2="{x + 34:g}" y1="{y:g}" y2="{y:g}" stroke="{colour}" stroke-width="1.8"{dashes}/>'
+        )
+        if not line.thin:
+            parts.append(_marker(marker, x + 17, y, colour))
+        parts.append(f'<text x="{x + 42:g}" y="{y + 4:g}">{_text(_cut(line.name))}</text>')
+    if reference is not None:
+        x, y = _legend_place(len(shown))
+        name, value, error = reference
+        said = f"{name}: {value:.4g}" + ("" if error is None else f" ± {error:.2g}")
+        parts.append(
+            f'<line x1="{x:g}" x2="{x + 34:g}" y1="{y:g}" y2="{y:g}" stroke="#555" stroke-dasharray="1 2"/>'
+            f'<text x="{x + 42:g}" y="{y + 4:g}">{_text(said)}</text>'
+        )
+    return parts
+
+
+def _legend_place(number: int) -> tuple[float, float]:
+    return 20 + _LEGEND_COLUMN * (number % 2), HEIGHT + 4 + _LEGEND_ROW * (number // 2)
+
+
+def _cut(name: str) -> str:
+    """As much of a name as a legend has room for."""
+    return name if len(name) <= 34 else name[:33] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))
