@@ -343,11 +343,19 @@ def recover_into(
     try:
         training, state, sample = _train(plan, machine, teacher_device, execution, trackers, reporter, processes)
     except BaseException:
-        if latest_step(plan.folder / CHECKPOINTS) is None:
+        # The checkpoint of step 0 is written before any text is trained on.
+        if not latest_step(plan.folder / CHECKPOINTS):
             # Nothing has taken its place: no text, no room, an interruption before the first step.
             for place in places:
                 _bring_back(place)
         raise
+    if training.stopped and training.step == 0 and any(_aside(place).exists() for place in places):
+        for place in places:
+            _bring_back(place)
+        raise ModelError(
+            f"{training.stopped}; nothing was learned, and the earlier recovery is in its place again",
+            "pass a lower --lr, and --restart",
+        )
     record: dict[str, Any] = {
         "step": training.step,
         "tokens": training.tokens,
@@ -397,9 +405,12 @@ def _aside(folder: Path) -> Path:
 
 
 def _set_aside(folder: Path) -> None:
-    """Give way to a new recovery; what lay aside already is that of a restart that never came to an end."""
-    if folder.exists():
-        shutil.rmtree(_aside(folder), ignore_errors=True)
+    """Give way to a new recovery. What lies aside already was finished; what came after it was not, and goes."""
+    if not folder.exists():
+        return
+    if _aside(folder).exists():
+        shutil.rmtree(folder)
+    else:
         folder.rename(_aside(folder))
 
 

@@ -293,8 +293,14 @@ def test_a_restart_that_comes_to_nothing_leaves_what_was_there(made, words, run,
     healed(student, base, settings(words), run)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    with pytest.raises(DataError):
-        healed(student, base, settings(empty), run, restart=True)
+    short = tmp_path / "short.txt"
+    short.write_text("All of it is held out, as one piece. " * 30)
+    for _ in range(2):
+        for text in (empty, short):
+            with pytest.raises(DataError):
+                healed(student, base, settings(text), run, restart=True)
+    with pytest.raises(ModelError, match="nothing was learned"):
+        healed(student, base, settings(words, lr=1e30), run, restart=True)
     assert not healed(student, base, settings(words), run).worked
     assert healed(student, base, settings(words, lr=1e-3), run, restart=True).worked
     assert not list(run.path.glob(".*"))
