@@ -20,13 +20,13 @@ _kernel: Any = unit_lower_inverse_kernel
 VARIANTS = ("chunked", "products", "triton", "fla")
 """`chunked` as lapkernels has it; `products` and `triton` with another inverse; fla's kernels."""
 
-_by_solving = chunked._inverse_of_unit_lower
+_operator: Any = chunked
+_by_solving = chunked._InverseOfUnitLower
 
 
 def use_operator(model: GatedDeltaNetForCausalLM, name: str) -> None:
     """Choose one of `VARIANTS` for the model."""
-    inverses = {"products": _ByProducts.apply, "triton": _ByTriton.apply}
-    chunked._inverse_of_unit_lower = inverses.get(name, _by_solving)
+    _operator._InverseOfUnitLower = {"products": _ByProducts, "triton": _ByTriton}.get(name, _by_solving)
     model.set_kernel("fla" if name == "fla" else "chunked")
 
 
