@@ -13,6 +13,8 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
+    PositiveInt,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -145,11 +147,13 @@ class SweepSettings(Settings):
 
     method: list[str] | None = Field(default=None, min_length=1, description="selectors")
     ratio: list[str] | None = Field(default=None, min_length=1, description="removed fractions, as they were typed")
-    keep: list[int] | None = Field(default=None, min_length=1, description="kept widths K', instead of ratios")
+    keep: list[PositiveInt] | None = Field(default=None, min_length=1, description="kept widths K', instead of ratios")
     score_from: list[ScoreFrom] | None = Field(default=None, min_length=1, description="keys, queries or both decide")
     data: list[str] | None = Field(default=None, min_length=1, description="calibration texts")
-    samples: list[int] | None = Field(default=None, min_length=1, description="token sequences of a calibration")
-    seed: list[int] | None = Field(default=None, min_length=1, description="seeds of what `seed_of` says")
+    samples: list[PositiveInt] | None = Field(
+        default=None, min_length=1, description="token sequences of a calibration"
+    )
+    seed: list[NonNegativeInt] | None = Field(default=None, min_length=1, description="seeds of what `seed_of` says")
     seed_of: list[Literal["calibration", "selection", "recovery"]] = Field(
         default=["calibration", "selection", "recovery"], min_length=1, description="stages that the seeds are for"
     )

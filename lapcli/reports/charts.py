@@ -3,12 +3,15 @@
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 
 from lapcli.reports.document import Chart, Point, Series, printable, size
 
-WIDTH, HEIGHT = 640.0, 400.0
+WIDTH, HEIGHT = 480.0, 330.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 16.0, 14.0, 52.0
-_LEGEND_ROW, _LEGEND_COLUMN = 20.0, 300.0
+_LEGEND_ROW, _LEGEND_COLUMN = 20.0, 230.0
+_APART = 54.0
+"""Between two ticks on x, at least."""
 _TICKS = 5
 
 # Dash, marker and shade, so that a copy in black and white tells the lines apart.
@@ -85,7 +88,12 @@ class _Axis:
         scaled = math.log10(value) if self.log else value
         return self.start + (scaled - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def ticks(self) -> list[tuple[float, str]]:
+    def ticks(self, at: Sequence[float] = ()) -> list[tuple[float, str]]:
+        """Places and labels; at the values themselves where there are few and none too close to the next."""
+        own = sorted({value for value in at if math.isfinite(value)})
+        places = [self.place(value) for value in own]
+        if 1 < len(own) <= _TICKS + 1 and all(right - left >= _APART for left, right in pairwise(places)):
+            return [(value, size(value) if self.binary else _short(value)) for value in own]
         if self.log:
             decades = range(math.floor(self.low), math.ceil(self.high) + 1)
             values = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
@@ -139,7 +147,7 @@ def _frame(chart: Chart, x_axis: _Axis, y_axis: _Axis) -> list[str]:
         place = y_axis.place(value)
         parts.append(f'<line x1="{left:g}" x2="{right:g}" y1="{place:.1f}" y2="{place:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{left - 6:g}" y="{place + 4:.1f}" text-anchor="end">{_text(label)}</text>')
-    for value, label in x_axis.ticks():
+    for value, label in x_axis.ticks(at=[point.x for line in chart.series for point in line.points]):
         place = x_axis.place(value)
         parts.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{bottom:g}" y2="{bottom + 5:g}" stroke="#111"/>')
         parts.append(f'<text x="{place:.1f}" y="{bottom + 19:g}" text-anchor="middle">{_text(label)}</text>')
@@ -227,7 +235,7 @@ def _legend_place(number: int) -> tuple[float, float]:
 
 def _cut(name: str) -> str:
     """As much of a name as a legend has room for."""
-    return name if len(name) <= 34 else name[:33] + "\N{HORIZONTAL ELLIPSIS}"
+    return name if len(name) <= 25 else name[:24] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _text(text: str) -> str:

@@ -24,11 +24,11 @@ caption { text-align: left; font-weight: 600; padding-bottom: .4rem; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: right; vertical-align: top; white-space: nowrap; }
 th.text, td.text { text-align: left; }
 table.facts td.text { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
-thead th { border-bottom: 1px solid #111; }
+thead th { border-bottom: 1px solid #111; white-space: normal; vertical-align: bottom; min-width: 4.5rem; }
 tbody tr { border-bottom: 1px solid #e3e3e3; }
 .note { color: #444; font-size: .875rem; margin-top: -.5rem; }
 pre { background: #f4f4f4; padding: .75rem; margin: 0; font-size: .8125rem; }
-figure { margin: 1.25rem 0; max-width: 44rem; }
+figure { margin: 1.25rem 0; max-width: 38rem; }
 figure svg, figure img { width: 100%; height: auto; display: block; }
 figcaption { font-weight: 600; margin-bottom: .3rem; }
 @media (min-width: 60rem) { .figures { display: grid; grid-template-columns: 1fr 1fr; gap: 0 2rem; } }

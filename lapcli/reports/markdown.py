@@ -1,6 +1,7 @@
 """A report as one Markdown file: the tables of the HTML, and of each figure the numbers."""
 
 import re
+from html import escape
 
 from lapcli.reports.document import Block, Chart, Document, Items, Listing, Paragraph, Picture, Table, printable, size
 
@@ -61,6 +62,7 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _text(text: str) -> str:
-    """Text that Markdown and the HTML in it leave as it is."""
+    """Text that Markdown, and the HTML in it, leave as it is."""
     plain = " ".join(printable(text).split())
-    return re.sub(r"([\\`*_{}\[\]<>#|~&$])", r"\\\1", plain)
+    # Entities, since not every renderer knows a backslash before these.
+    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", escape(plain, quote=False))
