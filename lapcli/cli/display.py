@@ -255,6 +255,8 @@ class SweepDisplay:
             return
         if self.quiet or name is None:
             return
+        from lapcli.sweeps.headline import summary
+
         cell = record.cells.get(name.removeprefix("slice of "))
         entry = record.base if name == "base" else cell or record.calibrations[name.removeprefix("calibration ")]
         state = entry["state"]
@@ -266,7 +268,9 @@ class SweepDisplay:
         else:
             seconds = time.monotonic() - self.begun.get(name, self.start)
             done = sum(each["state"] == "done" for each in record.cells.values())
-            self.console.print(f"{name}: done, {seconds:.1f} s ({done} of {len(record.cells)} cells)", markup=False)
+            scores = summary(entry) if state == "done" else ""
+            said = f"{name}: done, {seconds:.1f} s ({done} of {len(record.cells)} cells)"
+            self.console.print(f"{said}; {scores}" if scores else said, markup=False)
 
     def progress(self, name: str, text: str) -> None:
         """Note how far a job is."""
@@ -281,6 +285,8 @@ class SweepDisplay:
         from rich import box
         from rich.table import Table
         from rich.text import Text
+
+        from lapcli.sweeps.headline import summary
 
         counts = dict.fromkeys(("done", "running", "waiting", "failed"), 0)
         for entry in record.cells.values():
@@ -306,7 +312,8 @@ class SweepDisplay:
             if state == "failed":
                 note = entry["failure"]["message"]
             elif state == "done":
-                note = f"{entry['wall_seconds']:.0f} s" if "wall_seconds" in entry else ""
+                seconds = f"{entry['wall_seconds']:.0f} s" if "wall_seconds" in entry else ""
+                note = "; ".join(filter(None, (seconds, summary(entry))))
             elif state == "waiting":
                 note = ""
             drawn.add_row(Text(name), Text(state, style=styles[state]), Text(note))

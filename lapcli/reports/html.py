@@ -35,6 +35,7 @@ figcaption { font-weight: 600; margin-bottom: .3rem; }
 @media print {
   body { font-size: 10pt; max-width: none; padding: 0; }
   nav { display: none; }
+  .figures { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1rem; }
   .box { overflow: visible; }
   table { font-size: 7.5pt; }
   th, td { white-space: normal; padding-right: .4rem; }

@@ -77,3 +77,14 @@ def score_cells(entry: Mapping[str, Any], label: str, columns: Iterable[Column])
     """A table's cells."""
     found = [value_of(entry, label, column) for column in columns]
     return ["–" if each is None else shown(each[0], each[1]) for each in found]
+
+
+def summary(entry: Mapping[str, Any]) -> str:
+    """The headline scores of a cell's last model (or of the base), in a line; empty where there are none."""
+    rows = entry.get("rows", ())
+    label = next(
+        (label for label in ("recovered", "sliced", "base") if any(label in row["values"] for row in rows)), ""
+    )
+    columns = headline(rows)
+    cells = score_cells(entry, label, columns)
+    return ", ".join(f"{column.title}: {cell}" for column, cell in zip(columns, cells, strict=True))

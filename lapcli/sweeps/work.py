@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lapcli.artifacts import RunDirectory, read_document
-from lapcli.errors import ArtifactError
+from lapcli.errors import ArtifactError, LapcliError
 from lapcli.evaluation.results import Evaluation
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.families.source import ModelSource, resolve_model
@@ -250,22 +250,16 @@ def _link_or_copy(origin: str, target: str) -> None:
 
 def is_finished(run: RunDirectory, entry: dict[str, Any], tasks: tuple[str, ...], recovers: bool) -> bool:
     """Whether a cell that was noted as done still is: its models are those that were measured, on all tasks."""
-    if entry.get("state") != "done" or not run.sliced.is_dir() or (recovers and not run.recovered.is_dir()):
+    if entry.get("state") != "done" or not set(tasks) <= set(entry.get("tasks") or ()):
         return False
-    if recovers and not (run.recovery / SUMMARY).is_file():
-        return False
-    if recovers:
-        noted = read_document(run.recovery / SUMMARY).record.get("digest")
-        if resolve_model(str(run.recovered)).digest != noted:
-            return False
-    if not tasks:
-        return True
     try:
-        evaluation = read_evaluation(run.evaluation)
-    except ArtifactError:
+        made = {"sliced": run.sliced, **({"recovered": run.recovered} if recovers else {})}
+        digests = {label: resolve_model(str(folder)).digest for label, folder in made.items()}
+        if recovers and read_document(run.recovery / SUMMARY).record.get("digest") != digests["recovered"]:
+            return False
+        evaluation = read_evaluation(run.evaluation) if tasks else None
+    except LapcliError:
+        # Missing or damaged: the cell says so when it is its turn.
         return False
-    if evaluation is None or not set(tasks) <= set(entry.get("tasks") or ()):
-        return False
-    wanted = {"sliced": run.sliced, **({"recovered": run.recovered} if recovers else {})}
-    digests = {model.label: model.digest for model in evaluation.models}
-    return all(digests.get(label) == resolve_model(str(folder)).digest for label, folder in wanted.items())
+    measured = {model.label: model.digest for model in evaluation.models} if evaluation else {}
+    return not tasks or all(measured.get(label) == digest for label, digest in digests.items())
