@@ -144,13 +144,14 @@ def _places(name: str) -> tuple[str, ...]:
 
 def _each(path: Path, reshape: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
     """The documents of a file with one record a line."""
-    found: list[dict[str, Any]] = []
-    for row, record in _objects(path):
-        try:
-            found.append(reshape(record))
-        except reshaped.Misshapen as error:
-            raise DataError(f"{path}, line {row}: {error}") from error
-    return found
+    return [_reshaped(path, row, reshape, record) for row, record in _objects(path)]
+
+
+def _reshaped(path: Path, row: int, reshape: Callable[..., dict[str, Any]], *parts: Any) -> dict[str, Any]:
+    try:
+        return reshape(*parts)
+    except reshaped.Misshapen as error:
+        raise DataError(f"{path}, line {row}: {error}") from error
 
 
 def _reader(reshape: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Path], list[dict[str, Any]]]:
@@ -165,11 +166,11 @@ def _piqa(path: Path) -> list[dict[str, Any]]:
     if beside is None:
         raise DataError(f"{path} has no labels beside it", f"put {' or '.join(_PIQA_LABELS)} there")
     labels = _read(beside).split()
-    count = sum(1 for _ in _objects(path))
-    if len(labels) != count:
-        raise DataError(f"{path} has {count} problems and {beside} {len(labels)} labels")
-    rows = iter(labels)
-    return _each(path, lambda record: reshaped.piqa(record, next(rows)))
+    problems = list(_objects(path))
+    if len(labels) != len(problems):
+        raise DataError(f"{path} has {len(problems)} problems and {beside} {len(labels)} labels")
+    pairs = zip(problems, labels, strict=True)
+    return [_reshaped(path, row, reshaped.piqa, record, label) for (row, record), label in pairs]
 
 
 _SQUAD_ANSWERABLE = 5928
@@ -188,10 +189,9 @@ def _squad(path: Path) -> list[dict[str, Any]]:
 
 
 def _squad_note(documents: Sequence[dict[str, Any]]) -> str:
-    whole = _SQUAD_ANSWERABLE
     part = (
-        f"{len(documents)} of the {whole} questions with an answer of SQuAD 2.0's development set"
-        if len(documents) < whole
+        f"{len(documents)} of the {_SQUAD_ANSWERABLE} questions with an answer of SQuAD 2.0's development set"
+        if len(documents) < _SQUAD_ANSWERABLE
         else f"{len(documents)} questions of SQuAD's development set"
     )
     return (
@@ -278,13 +278,13 @@ def _beside(path: Path, names: Sequence[str]) -> Path | None:
 
 def _records(path: Path, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a file's lines with their line numbers, each with a text in that field."""
-    for row, record in _objects(path, field):
+    for row, record in _objects(path):
         if not isinstance(record.get(field), str):
             raise DataError(f"{path}, line {row}: no text in the field {field!r} (there is: {', '.join(record)})")
         yield row, record
 
 
-def _objects(path: Path, field: str = "query") -> Iterator[tuple[int, dict[str, Any]]]:
+def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a file's lines with their line numbers."""
     found = False
     for row, line in enumerate(_read(path).split("\n"), 1):
@@ -295,8 +295,7 @@ def _objects(path: Path, field: str = "query") -> Iterator[tuple[int, dict[str, 
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {row}: no JSON ({error.msg})") from error
         if not isinstance(record, dict):
-            kind = type(record).__name__
-            raise DataError(f"{path}, line {row}: no text in the field {field!r} (there is: {kind})")
+            raise DataError(f"{path}, line {row}: no JSON object (there is: {type(record).__name__})")
         found = True
         yield row, record
     if not found:

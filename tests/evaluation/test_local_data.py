@@ -87,7 +87,7 @@ def test_documents_of_text_and_of_lines(tmp_path):
         pytest.param(
             "a.jsonl", b'{"body": "a"}\n', r"line 1: no text in the field 'text' \(there is: body\)", id="field"
         ),
-        pytest.param("a.jsonl", b"[1]\n", "line 1: no text in the field", id="list"),
+        pytest.param("a.jsonl", b"[1]\n", r"line 1: no JSON object \(there is: list\)", id="list"),
         pytest.param("a.jsonl", b"\n", "no line", id="empty"),
         pytest.param("a.txt.xz", b"not xz", "cannot be read", id="not xz"),
         pytest.param("a.txt.gz", gzip.compress(b"x" * 999)[:20], "cannot be read", id="truncated gz"),
