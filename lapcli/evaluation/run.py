@@ -93,13 +93,14 @@ def plan_evaluation(
     asked = parse_tasks(tasks)
     infos = expand(asked)
     ran = versions(device)
-    requests: dict[str, dict[str, str]] = {}
+    # Models that were made of one another share a tokenizer: the data is read once for all of them.
+    by_tokenizer = {
+        tokenizer: {info.name: request_digest(info, settings, options, max_length, ran, tokenizer) for info in infos}
+        for tokenizer in {source.tokenizer_digest for _, source in models}
+    }
+    requests = {label: by_tokenizer[source.tokenizer_digest] for label, source in models}
     known: dict[str, dict[str, tuple[Score, ...]]] = {}
     for label, source in models:
-        requests[label] = {
-            info.name: request_digest(info, settings, options, max_length, ran, source.tokenizer_digest)
-            for info in infos
-        }
         found = _found(earlier, source, dtype, kernel)
         scores = found.scores if found else ()
         known[label] = {
