@@ -4,6 +4,7 @@ from typing import Any
 
 XSUM = "lapcli_xsum"
 XSUM_DATA = "EdinburghNLP/xsum"
+_METRICS = ("rouge1", "rouge2", "rougeL")
 
 
 def xsum_task(**override: Any) -> Any:
@@ -22,10 +23,7 @@ def xsum_task(**override: Any) -> Any:
         "doc_to_text": "Summarize the following article:\n\n{{document}}\n\nSummary:",
         "doc_to_target": "{{summary}}",
         "process_results": _scores,
-        "metric_list": [
-            {"metric": metric, "aggregation": "mean", "higher_is_better": True}
-            for metric in ("rouge1", "rouge2", "rougeL")
-        ],
+        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in _METRICS],
         "generation_kwargs": {"max_gen_toks": 128, "do_sample": False},
         "num_fewshot": 0,
         "metadata": {"version": 1.0},
@@ -36,8 +34,7 @@ def xsum_task(**override: Any) -> Any:
 def _scores(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     from rouge_score import rouge_scorer
 
-    metrics = ["rouge1", "rouge2", "rougeL"]
     # White space is evened out and words are stemmed, as in lm-eval's cnn_dailymail.
     said, wanted = (" ".join(text.split()) for text in (results[0], doc["summary"]))
-    found = rouge_scorer.RougeScorer(metrics, use_stemmer=True).score(wanted, said)
-    return {metric: found[metric].fmeasure for metric in metrics}
+    found = rouge_scorer.RougeScorer(_METRICS, use_stemmer=True).score(wanted, said)
+    return {metric: found[metric].fmeasure for metric in _METRICS}

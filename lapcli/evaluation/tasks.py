@@ -58,15 +58,19 @@ _ROUGE = ("rouge1", "rougeL")
 _ROUGE_PACKAGES = ("rouge_score",)
 
 
-def _choices(name: str, metrics: tuple[str, ...], summary: str, source: str) -> TaskInfo:
-    return TaskInfo(
-        name=name,
-        kind="harness",
-        metrics=metrics,
-        summary=summary,
-        source=f"lm-eval task {name} ({source})",
-        harness_name=name,
-    )
+def _harness(
+    name: str,
+    metrics: tuple[str, ...],
+    summary: str,
+    source: str,
+    *,
+    harness_name: str | None = None,
+    packages: tuple[str, ...] = (),
+) -> TaskInfo:
+    """A task of lm-eval, which mostly has the same name for it."""
+    theirs = harness_name or name
+    full = f"lm-eval task {theirs} ({source})"
+    return TaskInfo(name, "harness", metrics, summary, full, harness_name=theirs, packages=packages)
 
 
 TASKS: dict[str, TaskInfo] = {
@@ -77,20 +81,17 @@ TASKS: dict[str, TaskInfo] = {
         summary="the held-out tenth of Python's own documentation; needs no data and no network",
         source="rolling windows as in lm-eval's loglikelihood_rolling",
     ),
-    "wikitext": TaskInfo(
-        name="wikitext",
-        kind="harness",
-        metrics=("word_perplexity", "byte_perplexity", "bits_per_byte"),
-        summary="WikiText-2 test, raw and detokenised, one page a document",
-        source="lm-eval task wikitext (Merity et al. 2016)",
-        harness_name="wikitext",
+    "wikitext": _harness(
+        "wikitext",
+        ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+        "WikiText-2 test, raw and detokenised, one page a document",
+        "Merity et al. 2016",
     ),
-    "lambada": TaskInfo(
-        name="lambada",
-        kind="harness",
-        metrics=("perplexity", "acc"),
-        summary="the last word of 5153 passages, OpenAI's processing",
-        source="lm-eval task lambada_openai (Paperno et al. 2016)",
+    "lambada": _harness(
+        "lambada",
+        ("perplexity", "acc"),
+        "the last word of 5153 passages, OpenAI's processing",
+        "Paperno et al. 2016",
         harness_name="lambada_openai",
     ),
     "niah": TaskInfo(
@@ -123,13 +124,13 @@ TASKS: dict[str, TaskInfo] = {
         source="mean of eight tasks of lm-eval, each counting the same",
         means={"mean": (*_ZEROSHOT, ("boolq", "acc"), ("openbookqa", "acc_norm"))},
     ),
-    "arc_easy": _choices("arc_easy", ("acc", "acc_norm"), "2376 easy school questions", "Clark et al. 2018"),
-    "arc_challenge": _choices("arc_challenge", ("acc", "acc_norm"), "1172 hard school questions", "Clark et al. 2018"),
-    "hellaswag": _choices("hellaswag", ("acc", "acc_norm"), "10042 stories to be continued", "Zellers et al. 2019"),
-    "piqa": _choices("piqa", ("acc", "acc_norm"), "1838 practical problems with two solutions", "Bisk et al. 2020"),
-    "winogrande": _choices("winogrande", ("acc",), "1267 pronouns with two readings", "Sakaguchi et al. 2020"),
-    "boolq": _choices("boolq", ("acc",), "3270 questions of yes or no about a passage", "Clark et al. 2019"),
-    "openbookqa": _choices("openbookqa", ("acc", "acc_norm"), "500 questions of science", "Mihaylov et al. 2018"),
+    "arc_easy": _harness("arc_easy", ("acc", "acc_norm"), "2376 easy school questions", "Clark et al. 2018"),
+    "arc_challenge": _harness("arc_challenge", ("acc", "acc_norm"), "1172 hard school questions", "Clark et al. 2018"),
+    "hellaswag": _harness("hellaswag", ("acc", "acc_norm"), "10042 stories to be continued", "Zellers et al. 2019"),
+    "piqa": _harness("piqa", ("acc", "acc_norm"), "1838 practical problems with two solutions", "Bisk et al. 2020"),
+    "winogrande": _harness("winogrande", ("acc",), "1267 pronouns with two readings", "Sakaguchi et al. 2020"),
+    "boolq": _harness("boolq", ("acc",), "3270 questions of yes or no about a passage", "Clark et al. 2019"),
+    "openbookqa": _harness("openbookqa", ("acc", "acc_norm"), "500 questions of science", "Mihaylov et al. 2018"),
     "mmlu": TaskInfo(
         name="mmlu",
         kind="harness",
@@ -138,17 +139,16 @@ TASKS: dict[str, TaskInfo] = {
         source="lm-eval group mmlu (Hendrycks et al. 2021)",
         harness_name="mmlu",
     ),
-    "logiqa": _choices("logiqa", ("acc", "acc_norm"), "questions of logic from an examination", "Liu et al. 2020"),
-    "squad": TaskInfo(
-        name="squad",
-        kind="harness",
-        metrics=("contains",),
-        summary="answers found in a passage: the share of continuations that contain them",
-        source="lm-eval task squad_completion (Arora et al. 2024, arXiv 2402.18668)",
+    "logiqa": _harness("logiqa", ("acc", "acc_norm"), "questions of logic from an examination", "Liu et al. 2020"),
+    "squad": _harness(
+        "squad",
+        ("contains",),
+        "answers found in a passage: the share of continuations that contain them",
+        "Arora et al. 2024, arXiv 2402.18668",
         harness_name="squad_completion",
     ),
-    "swde": _choices("swde", ("contains",), "facts found in web pages", "Arora et al. 2024"),
-    "fda": _choices("fda", ("contains",), "facts found in reports on medical devices", "Arora et al. 2024"),
+    "swde": _harness("swde", ("contains",), "facts found in web pages", "Arora et al. 2024"),
+    "fda": _harness("fda", ("contains",), "facts found in reports on medical devices", "Arora et al. 2024"),
     "longbench": TaskInfo(
         name="longbench",
         kind="group",
@@ -167,12 +167,11 @@ TASKS: dict[str, TaskInfo] = {
         means={metric: (("cnn_dailymail", metric), ("xsum", metric)) for metric in _ROUGE},
         packages=_ROUGE_PACKAGES,
     ),
-    "cnn_dailymail": TaskInfo(
-        name="cnn_dailymail",
-        kind="harness",
-        metrics=("rouge1", "rouge2", "rougeL", "summary_length"),
-        summary="news articles to be summarised",
-        source="lm-eval task cnn_dailymail_abisee (See et al. 2017)",
+    "cnn_dailymail": _harness(
+        "cnn_dailymail",
+        ("rouge1", "rouge2", "rougeL", "summary_length"),
+        "news articles to be summarised",
+        "See et al. 2017",
         harness_name="cnn_dailymail_abisee",
         packages=_ROUGE_PACKAGES,
     ),
