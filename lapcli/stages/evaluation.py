@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lapcli.artifacts import RunDirectory
 from lapcli.errors import ArtifactError
@@ -54,8 +55,7 @@ def plan_stage(
         machine.check(source.config)
     plan = plan_evaluation(
         models, tasks, settings, options,
-        device=machine.torch_device(), dtype=machine.torch_dtype(models[0][1].config), kernel=machine.kernel,
-        earlier=None if overwrite else read_evaluation(output), trust_remote_code=machine.trust_remote_code,
+        earlier=None if overwrite else read_evaluation(output), **_where(machine, models),
     )  # fmt: skip
     if dry_run:
         read_local_data(plan, settings, options)
@@ -113,13 +113,10 @@ def evaluate_into(
         tasks,
         settings,
         options=options,
-        device=machine.torch_device(),
-        dtype=machine.torch_dtype(models[0][1].config),
-        kernel=machine.kernel,
-        trust_remote_code=machine.trust_remote_code,
         earlier=earlier,
         keep=keep,
         reporter=reporter,
+        **_where(machine, models),
     )
     return evaluation, worked
 
@@ -146,12 +143,19 @@ def help_evaluate(
         tasks,
         settings,
         options=options,
-        device=machine.torch_device(),
-        dtype=machine.torch_dtype(models[0][1].config),
-        kernel=machine.kernel,
-        trust_remote_code=machine.trust_remote_code,
         earlier=None if overwrite else read_evaluation(output),
+        **_where(machine, models),
     )
+
+
+def _where(machine: Machine, models: Sequence[tuple[str, ModelSource]]) -> dict[str, Any]:
+    """What `lapcli.evaluation.run` is told of the machine; all models run in the base's dtype."""
+    return {
+        "device": machine.torch_device(),
+        "dtype": machine.torch_dtype(models[0][1].config),
+        "kernel": machine.kernel,
+        "trust_remote_code": machine.trust_remote_code,
+    }
 
 
 def _there(output: Path, overwrite: bool, reporter: Reporter) -> Evaluation | None:
