@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 from typing import Any
 
+from lapcli.evaluation.table import format_value
 from lapcli.reports.collect import Entry
-from lapcli.sweeps.headline import Column, shown, value_of
+from lapcli.sweeps.headline import Column, value_of
 
 
 @dataclass(frozen=True)
@@ -17,16 +18,14 @@ class Pooled:
     Attributes:
         value: the mean.
         stderr: its standard error; `None` where one of the scores has none.
-        seeds: how many.
     """
 
     value: float
     stderr: float | None
-    seeds: int
 
     def text(self) -> str:
         """For a table."""
-        return shown(self.value, self.stderr)
+        return format_value(self.value, self.stderr)
 
 
 def pool(scores: Sequence[tuple[float, float | None]]) -> Pooled:
@@ -41,13 +40,13 @@ def pool(scores: Sequence[tuple[float, float | None]]) -> Pooled:
     if len(errors) == len(scores):
         spread = variance(values) / len(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
         error = math.sqrt(fmean(each * each for each in errors) + spread)
-    return Pooled(fmean(values), error, len(values))
+    return Pooled(fmean(values), error)
 
 
 def pooled(entries: Iterable[Entry], label: str, column: Column) -> Pooled | None:
     """A score of a model of several entries; `None` where none has it."""
-    found = [value_of({"rows": entry.rows}, label, column) for entry in entries]
-    there = [(each[0], each[1]) for each in found if each is not None]
+    found = [value_of(entry.rows, label, column) for entry in entries]
+    there = [each for each in found if each is not None]
     return pool(there) if there else None
 
 

@@ -1,9 +1,10 @@
-"""The scores by which cells are shown side by side: of each task the first metric, at each length."""
+"""The scores by which cells are shown side by side: of each task one metric, at each length."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lapcli.evaluation.table import format_value
 from lapcli.sweeps.record import SweepRecord
 
 _PREFERRED = ("token_perplexity", "word_perplexity", "perplexity", "exact_match", "acc_norm", "acc")
@@ -43,7 +44,7 @@ def columns_of(record: SweepRecord) -> list[Column]:
 
 
 def headline(rows: Iterable[Mapping[str, Any]]) -> list[Column]:
-    """Of each task the metric that comes first, in the order of the rows."""
+    """Of each task the metric that is preferred, else the one that comes first; tasks in the order of the rows."""
     found: dict[str, dict[tuple[str, int | None], bool | None]] = {}
     for row in rows:
         found.setdefault(row["task"], {}).setdefault((row["metric"], row["length"]), row["higher_is_better"])
@@ -56,27 +57,19 @@ def headline(rows: Iterable[Mapping[str, Any]]) -> list[Column]:
     return columns
 
 
-def value_of(entry: Mapping[str, Any], label: str, column: Column) -> tuple[float, float | None, int] | None:
-    """Value, standard error and items of a score; `None` where it was not measured."""
-    for row in entry.get("rows", ()):
+def value_of(rows: Iterable[Mapping[str, Any]], label: str, column: Column) -> tuple[float, float | None] | None:
+    """Value and standard error of a score; `None` where it was not measured."""
+    for row in rows:
         found = row["values"].get(label) if column.of(row) else None
         if found is not None:
-            return float(found["value"]), found["stderr"], int(found["n"])
+            return float(found["value"]), found["stderr"]
     return None
-
-
-def shown(value: float, stderr: float | None) -> str:
-    """A value and its standard error, to the digits that the error leaves."""
-    if stderr is None or stderr == 0:
-        return f"{value:.4g}"
-    digits = next((digits for digits in (3, 2, 1) if stderr < 2 * 10.0 ** (1 - digits)), 0)
-    return f"{value:.{digits}f} ± {stderr:.{digits}f}"
 
 
 def score_cells(entry: Mapping[str, Any], label: str, columns: Iterable[Column]) -> list[str]:
     """A table's cells."""
-    found = [value_of(entry, label, column) for column in columns]
-    return ["–" if each is None else shown(each[0], each[1]) for each in found]
+    found = [value_of(entry.get("rows", ()), label, column) for column in columns]
+    return ["\N{EN DASH}" if each is None else format_value(*each) for each in found]
 
 
 def summary(entry: Mapping[str, Any]) -> str:
