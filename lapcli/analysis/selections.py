@@ -24,21 +24,6 @@ def kept_channels(selection: Artifact) -> dict[int, Tensor]:
     return dict(sorted(found.items()))
 
 
-def refuse_other_model(artifact: Artifact, model: dict[str, Any]) -> None:
-    """Refuse an artifact of another model than this one (`ModelSource.describe`).
-
-    Raises:
-        ArtifactError: naming both.
-    """
-    theirs = artifact.lineage.model
-    if theirs.get("digest") != model["digest"]:
-        raise ArtifactError(
-            f"{artifact.path} was made for {theirs.get('name')} ({str(theirs.get('digest'))[:12]}), "
-            f"but the model is {model['name']} ({model['digest'][:12]})",
-            "name one of this model, or the run that it belongs to with --run",
-        )
-
-
 def refuse_other_channels(path: Any, kept: dict[int, Tensor], sizes: dict[int, tuple[int, int]]) -> None:
     """Refuse kept channels that are not of these layers.
 

@@ -108,3 +108,18 @@ def refuse_stale(wanted: Lineage, existing: Lineage, path: Path, mend: str = STA
     differences = wanted.differences(existing)
     if differences:
         raise ArtifactError(f"{path} was made with other inputs: " + "; ".join(differences), mend)
+
+
+def refuse_other_model(path: Path, lineage: Lineage, source: ModelSource, mend: str) -> None:
+    """Refuse what was made for another model than this one.
+
+    Raises:
+        ArtifactError: naming both, and what mends it.
+    """
+    theirs = lineage.model
+    if theirs.get("digest") != source.digest:
+        raise ArtifactError(
+            f"{path} was made for {theirs.get('name')} ({str(theirs.get('digest'))[:12]}), "
+            f"but the model given is {source.name} ({source.digest[:12]})",
+            mend,
+        )

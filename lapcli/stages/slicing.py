@@ -33,7 +33,7 @@ from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource, companions, refuse_quantised, resolve_model
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.cutting import Cutting, Mtp, cutting
-from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage, slicing_lineage
+from lapcli.stages.lineage import LINEAGE_FILE, refuse_other_model, refuse_stale, sliced_lineage, slicing_lineage
 
 _COPY_BLOCK = 16 << 20
 _MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
@@ -225,13 +225,10 @@ def _checked(
 ) -> tuple[tuple[StatefulLayer, ...], dict[int, NDArray[np.int64]]]:
     refuse_quantised(source.config, source.name)
     assert source.headers  # raises where there are no safetensors, damaged ones, or others than the config implies
-    base = selection.lineage.model
-    if base.get("digest") != source.digest:
-        raise ArtifactError(
-            f"{selection.path} was made for {base.get('name')} ({str(base.get('digest'))[:12]}), "
-            f"but the model given is {source.name} ({source.digest[:12]})",
-            "name the model that it was made for, or make a selection for this one with `lapcli prune`",
-        )
+    refuse_other_model(
+        selection.path, selection.lineage, source,
+        "name the model that it was made for, or make a selection for this one with `lapcli prune`",
+    )  # fmt: skip
     layers = family_for(source.config).layers(source.config)
     if not layers:
         raise FamilyError(f"{source.name} has no layer with a state")

@@ -22,7 +22,7 @@ from lapcli.families.loading import skeleton
 from lapcli.families.registry import family_for
 from lapcli.families.source import INDEX_FILE, ModelSource, companions, refuse_quantised
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.stages.lineage import LINEAGE_FILE, sliced_lineage
+from lapcli.stages.lineage import LINEAGE_FILE, refuse_other_model, sliced_lineage
 from lapcli.training.adapters import FULL_FILE, LORA_FILE, read_adapter
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -93,12 +93,7 @@ def merge(
     assert source.headers  # raises where there are no safetensors, damaged ones, or others than the config implies
     _check_place(source, adapter, output, overwrite)
     lineage, values = read_adapter(adapter)
-    if lineage.model.get("digest") != source.digest:
-        raise ArtifactError(
-            f"{adapter} was made for {lineage.model.get('name')} ({str(lineage.model.get('digest'))[:12]}), "
-            f"but the model given is {source.name} ({source.digest[:12]})",
-            "name the model that was trained",
-        )
+    refuse_other_model(adapter, lineage, source, "name the model that was trained")
     changes = _changes(lineage, values)
     layout = rows_on_disk(source, changes, trust_remote_code=trust_remote_code)
     by_tensor: dict[str, list[tuple[str, Rows]]] = {}
