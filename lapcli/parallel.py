@@ -84,13 +84,7 @@ class Processes:
         Raises:
             LapcliError: another process ended.
         """
-        if self.size == 1:
-            return
-        import torch.distributed as dist
-
-        with _together():
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+        self._with_all("broadcast", tensors, src=0)
 
     def add(self, tensors: "Iterable[Tensor]") -> None:
         """Put the sum over all processes in place of each tensor (on the CPU, of the same shapes everywhere).
@@ -98,13 +92,17 @@ class Processes:
         Raises:
             LapcliError: another process ended.
         """
+        self._with_all("all_reduce", tensors)
+
+    def _with_all(self, operation: str, tensors: "Iterable[Tensor]", **options: Any) -> None:
+        """Run a collective of `torch.distributed` on each tensor, in place; nothing where there is one process."""
         if self.size == 1:
             return
         import torch.distributed as dist
 
         with _together():
             for tensor in tensors:
-                dist.all_reduce(tensor)
+                getattr(dist, operation)(tensor, **options)
 
     def collect(self, tensor: "Tensor") -> "list[Tensor]":
         """A tensor (on the CPU, of the same shape everywhere) of every process, in order.

@@ -123,6 +123,10 @@ class RecoverySettings(Optimisation):
             raise ValueError("give either samples or steps")
         return self
 
+    def adapters(self) -> dict[str, Any]:
+        """What is trained, as `lapcli.training.adapters.plan_adapters` takes it."""
+        return {name: getattr(self, name) for name in ("full", "targets", "rank", "alpha")}
+
     def training(self) -> TrainingSettings:
         """How the model is trained: a budget in samples is rounded up to whole steps."""
         shared = {name: getattr(self, name) for name in Optimisation.model_fields}

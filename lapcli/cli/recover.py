@@ -202,14 +202,14 @@ def _request(
     from lapcli.shipped import find_recipe
     from lapcli.stages.recovery import teacher_of
 
-    base: dict[str, Any] = {}
+    base: dict[str, Any] | None = None
     if recipe is not None:
         path = find_recipe(recipe)
         found = read_recipe(path).recovery
         if found is None:
             raise RecipeError(f"{path} has no `recovery`", "add one, or give the settings as options")
         base = found.model_dump(exclude_unset=True)
-    chosen = base | {name: value for name, value in given.items() if value is not None}
+    chosen = (base or {}) | {name: value for name, value in given.items() if value is not None}
     if chosen.get("control") and model is None:
         if run.read_record() is None:
             raise ArtifactError(
@@ -231,7 +231,8 @@ def _request(
             guide = resolve_model(teacher)
         else:
             guide = student if chosen.get("control") else teacher_of(student)
-    defaults = default_recovery(student.is_demo or _comes_from_a_demo(student))
+    # A recipe means the same to `lapcli run`: what it does not say is what the settings say, not the model.
+    defaults = {} if base is not None else default_recovery(student.is_demo or _comes_from_a_demo(student))
     if chosen.get("steps") is not None and given["samples"] is None:
         for ours in (defaults, chosen):
             ours.pop("samples", None)

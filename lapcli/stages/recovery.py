@@ -199,7 +199,8 @@ def plan_recovery(
             if not overwrite:
                 raise
             restart = True
-    active = sum(parameter.numel() for parameter in model.parameters()) - _looked_up(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    active = parameters - _looked_up(model)
     return RecoveryPlan(
         student=student,
         teacher=teacher,
@@ -207,7 +208,7 @@ def plan_recovery(
         folder=folder,
         output=output,
         adapters=adapters,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         operations=settings.tokens * (2.0 * active * (2 if teacher is None else 3) + 2.0 * adapters.trained),
         vocabulary=vocabulary,
         resumes_after=None if restart else latest_step(folder / CHECKPOINTS),
@@ -242,9 +243,7 @@ def check_recovery(
     for part in parse_mixture(settings.data):
         check_source(part.name)
     model = skeleton(student, trust_remote_code=trust_remote_code)
-    adapters = plan_adapters(
-        model, student.config, full=settings.full, targets=settings.targets, rank=settings.rank, alpha=settings.alpha
-    )
+    adapters = plan_adapters(model, student.config, **settings.adapters())
     vocabulary = None
     if teacher is not None:
         sizes = [
@@ -341,14 +340,14 @@ def recover_into(
     processes.wait()
     begun = time.monotonic()
     try:
-        training, state, sample = _train(plan, machine, teacher_device, execution, trackers, reporter, processes)
+        trained = _train(plan, machine, teacher_device, execution, trackers, reporter, processes)
     except BaseException:
-        # The checkpoint of step 0 is written before any text is trained on.
         if not latest_step(plan.folder / CHECKPOINTS):
-            # Nothing has taken its place: no text, no room, an interruption before the first step.
+            # Nothing has taken its place: no text, no room, an interruption before the end of the first step.
             for place in places:
                 _bring_back(place)
         raise
+    training = trained.ended
     if training.stopped and training.step == 0 and any(_aside(place).exists() for place in places):
         for place in places:
             _bring_back(place)
@@ -370,7 +369,7 @@ def recover_into(
     lines = Curve(plan.folder / CURVE).lines()
     record["seconds"] = round(sum(line.get("seconds", 0.0) for line in lines), 1)
     save_adapter(
-        adapter, plan.student, plan.adapters, state,
+        adapter, plan.student, trained.adapters, trained.state,
         settings={key: value for key, value in lineage.settings.items() if key not in ("rank", "alpha")},
         parents=dict(lineage.parents), overwrite=True,
     )  # fmt: skip
@@ -378,7 +377,7 @@ def recover_into(
         draw_curve(lines, plan.folder / PICTURE)
     except ImportError:
         reporter.notice(f"{plan.folder / PICTURE} was not drawn: that needs matplotlib")
-    record["reloaded"] = asdict(_merge(plan, adapter, record, sample, machine, reporter))
+    record["reloaded"] = asdict(_merge(plan, adapter, record, trained.sample, machine, reporter))
     record["digest"] = resolve_model(str(plan.output)).digest
     write_document(plan.folder / SUMMARY, replace(lineage, record={**record, "wall_seconds": time.monotonic() - begun}))
     label = "control" if plan.settings.control else "recovered"
@@ -433,6 +432,23 @@ def _check_ours(folder: Path) -> None:
         raise ArtifactError(f"{folder} is there, but lapcli did not write it", "remove it, or pass another --run DIR")
 
 
+@dataclass(frozen=True, eq=False)
+class _Trained:
+    """What training leaves in memory.
+
+    Attributes:
+        ended: how it did.
+        adapters: what was trained, in the dtypes that the model was loaded in.
+        state: the trained values, whole.
+        sample: some held-out tokens.
+    """
+
+    ended: Recovery
+    adapters: AdapterPlan
+    state: dict[str, torch.Tensor]
+    sample: list[int]
+
+
 def _train(
     plan: RecoveryPlan,
     machine: Machine,
@@ -441,8 +457,8 @@ def _train(
     trackers: Sequence[str],
     reporter: Reporter,
     processes: Processes,
-) -> tuple[Recovery, dict[str, torch.Tensor], list[int]]:
-    """Train on all processes; how it ended, what was trained (whole, in memory), and some held-out tokens."""
+) -> _Trained:
+    """Train on all processes."""
     settings = plan.settings
     tokenizer = load_tokenizer(plan.student, trust_remote_code=machine.trust_remote_code)
     stream = TrainingStream(
@@ -452,10 +468,7 @@ def _train(
     student = _loaded(plan.student, machine)
     machine.announce(student, reporter, needs_gradient=True)
     _use_right_gradients(student, reporter)
-    adapters = plan_adapters(
-        student, plan.student.config,
-        full=settings.full, targets=settings.targets, rank=settings.rank, alpha=settings.alpha,
-    )  # fmt: skip
+    adapters = plan_adapters(student, plan.student.config, **settings.adapters())
     # peft draws the first values of LoRA.
     torch.manual_seed(settings.seed)
     student = apply_adapters(student, adapters)
@@ -487,7 +500,7 @@ def _train(
     held_out = stream.held_out(training.validation)
     # Where nothing is held out, any tokens do: the two models are compared with each other.
     sample = held_out[0].ids.tolist() if held_out else next(stream).ids.tolist()
-    return ended, state, sample[:_CHECKED_TOKENS]
+    return _Trained(ended, adapters, state, sample[:_CHECKED_TOKENS])
 
 
 def _loaded(source: ModelSource, machine: Machine) -> Any:

@@ -220,13 +220,16 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {_plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def whole(value: Any) -> Tensor:
+    """A tensor, or all of a sharded one, for which every process must call this at once."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Copies of what a model trains, fp32, on the CPU. Where it is sharded, every rank must call this at once."""
     found: dict[str, Tensor] = {}
     for name, parameter in trained_parameters(model).items():
-        value: Any = parameter.detach()
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        found[name] = whole.to("cpu", torch.float32, copy=True).contiguous()
+        found[name] = whole(parameter.detach()).to("cpu", torch.float32, copy=True).contiguous()
     return found
 
 

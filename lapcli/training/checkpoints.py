@@ -25,8 +25,8 @@ from lapcli.errors import ArtifactError
 from lapcli.parallel import ALONE, Processes
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.lineage import refuse_stale
-from lapcli.training.adapters import trained_parameters
-from lapcli.training.distributed import placed_like, whole
+from lapcli.training.adapters import trained_parameters, whole
+from lapcli.training.distributed import placed_like
 
 STATE_FILE = "state.json"
 TENSORS_FILE = "state.safetensors"

@@ -267,11 +267,6 @@ def _blocks(model: Any) -> list[nn.Module]:
     return list(found.values())
 
 
-def whole(value: Any) -> Tensor:
-    """A tensor, or all of a sharded one, for which every process must call this at once."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
 def local(value: Any) -> Tensor:
     """A tensor, or this process's part of a sharded one, which may be empty."""
     return value.to_local() if hasattr(value, "to_local") else value

@@ -31,7 +31,7 @@ from lapcli.models.loss import IGNORED
 from lapcli.parallel import ALONE, Processes
 from lapcli.recipe import TrainingSettings
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.training.adapters import AdapterPlan, check_coverage, trained_parameters
+from lapcli.training.adapters import AdapterPlan, check_coverage, trained_parameters, whole
 from lapcli.training.checkpoints import (
     KIND,
     Checkpoints,
@@ -43,7 +43,7 @@ from lapcli.training.checkpoints import (
 )
 from lapcli.training.curve import Curve
 from lapcli.training.distillation import Sums, total
-from lapcli.training.distributed import Objective, Parallel, Sharding, local, nothing_of, unwrapped, whole
+from lapcli.training.distributed import Objective, Parallel, Sharding, local, nothing_of, unwrapped
 from lapcli.training.packing import PackedBatch, reads_packing
 from lapcli.training.schedule import learning_rate_factor
 from lapcli.training.stream import PackedSequence
@@ -380,6 +380,9 @@ class _Loop:
                     if share.signal:
                         self._save()
                         break
+                    if share.failure is not None and self.saved is None:
+                        # Nothing was begun: no checkpoint is to tie the next attempt to this text and these settings.
+                        raise share.failure
                     self._look_after()
                     if share.failure is not None:
                         # Nothing of this step was computed yet, so that what was trained can be kept.

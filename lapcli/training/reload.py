@@ -119,9 +119,7 @@ def _compare(request: dict[str, Any]) -> dict[str, float]:
     settings, student = RecoverySettings.model_validate(request["settings"]), resolve_model(request["student"])
     model = load_model(student, **options)
     before = _logits(model, request["ids"])
-    plan = plan_adapters(
-        model, student.config, full=settings.full, targets=settings.targets, rank=settings.rank, alpha=settings.alpha
-    )
+    plan = plan_adapters(model, student.config, **settings.adapters())
     model = apply_adapters(model, plan)
     load_adapter(model, Path(request["adapter"]))
     unmerged = _logits(model.eval(), request["ids"])

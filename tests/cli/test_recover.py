@@ -115,6 +115,12 @@ def test_a_recipe_of_which_options_go_first(lapcli, run, text, tmp_path):
     assert (settings["lr"], settings["batch"], settings["samples"]) == (0.002, 4, 8)
     code, out, err = lapcli("recover", "--recipe", recipe, "--steps", "3", "--dry-run", "--json")
     assert (json.loads(out)["settings"]["steps"], json.loads(out)["settings"]["samples"]) == (3, None)
+    # What it does not say is as `lapcli run` has it, whatever the model.
+    del recovery["lr"]
+    recipe.write_text(json.dumps({**parts, "recovery": recovery}))
+    code, out, err = lapcli("recover", "--recipe", recipe, "--dry-run", "--json")
+    settings = json.loads(out)["settings"]
+    assert (settings["lr"], settings["lr_min"]) == (1e-4, 1e-5)
     recipe.write_text(json.dumps(parts))
     code, _out, err = lapcli("recover", "--recipe", recipe, "--dry-run")
     assert code == 1

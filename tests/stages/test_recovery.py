@@ -14,6 +14,7 @@ from lapcli.artifacts import RunDirectory
 from lapcli.errors import ArtifactError, DataError, FamilyError, ModelError, RecipeError
 from lapcli.families.loading import load_model
 from lapcli.families.source import resolve_model
+from lapcli.machine import Machine
 from lapcli.recipe import RecoverySettings
 from lapcli.reporting import SilentReporter
 from lapcli.stages import recovery
@@ -304,6 +305,23 @@ def test_a_restart_that_comes_to_nothing_leaves_what_was_there(made, words, run,
     assert not healed(student, base, settings(words), run).worked
     assert healed(student, base, settings(words, lr=1e-3), run, restart=True).worked
     assert not list(run.path.glob(".*"))
+
+
+def test_too_little_text_ties_nobody_to_it(made, words, run, tmp_path):
+    base, student = made
+    short = tmp_path / "short.txt"
+    short.write_text("All of it is held out, as one piece. " * 30)
+    with pytest.raises(DataError):
+        healed(student, base, settings(short), run)
+    assert not (run.recovery / "checkpoints").exists()
+    assert healed(student, base, settings(words, lr=1e-3), run).worked
+
+
+def test_the_adapter_says_in_which_dtype_the_model_was_trained(made, words, run):
+    base, student = made
+    healed(student, base, settings(words, steps=1), run, machine=Machine(device="cpu", dtype="bfloat16"))
+    record = json.loads((run.recovery / "adapter" / "lapcli.json").read_text())["record"]
+    assert set(record["dtypes"].values()) == {"bfloat16"}
 
 
 def test_a_damaged_result_is_made_again(made, words, run):
