@@ -22,16 +22,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
+from results_table import COLUMNS
+
 METHODS = ("drrqr", "grad", "l1", "rand")
 RATIOS = ("0.5", "0.75")
-COLUMNS = {
-    "builtin": ("builtin", "token_perplexity", None),
-    "books": ("text", "token_perplexity", None),
-    "niah 512": ("niah", "exact_match", 512),
-    "niah 1024": ("niah", "exact_match", 1024),
-    "niah 2048": ("niah", "exact_match", 2048),
-    "noise 1024": ("niah_noise", "exact_match", 1024),
-}
 
 
 class Cell(NamedTuple):
