@@ -27,7 +27,6 @@ from lapcli.recipe import EvaluationRequest
 from lapcli.reporting import SilentReporter
 from lapcli.stages.calibration import check_calibration, has_saliency
 from lapcli.stages.evaluation import plan_stage
-from lapcli.stages.evaluation_file import read_evaluation
 from lapcli.stages.lineage import calibration_lineage
 from lapcli.stages.recovery import check_recovery
 from lapcli.stages.selection import budget_for
@@ -480,13 +479,6 @@ def _note_done(entry: dict[str, Any], job: Job, result: dict[str, Any]) -> None:
     entry |= result
     if job.kind == "cell":
         entry["tasks"] = list(dict.fromkeys([*entry.get("tasks", []), *job.tasks]))
-    if job.kind in ("cell", "base") and job.tasks:
-        run = SweepDirectory(Path(job.sweep))
-        file = (run.base if job.kind == "base" else run.cell(job.name)).evaluation
-        evaluation = read_evaluation(file)
-        if evaluation is not None:
-            # The scores of tasks that an earlier session measured, too.
-            entry["rows"] = evaluation.to_json()["rows"]
 
 
 def slots_for(gpus: int | None, jobs: int, device: str) -> list[Slot]:

@@ -108,9 +108,9 @@ def _calibrate(
 def _base(job: Job, source: ModelSource, machine: Machine, sweep: SweepDirectory, reporter: Reporter) -> dict[str, Any]:
     run = sweep.base
     with run.lock():
-        evaluation, worked = _evaluate(job, run, [("base", source)], machine, reporter)
+        worked = _evaluate(job, run, [("base", source)], machine, reporter)
         run.note(source.describe(), "eval", {"tasks": list(job.tasks), "limit": job.limit})
-    return {"worked": worked, **_scores(evaluation)}
+    return {"worked": worked, **_scores(run)}
 
 
 def _cell(job: Job, source: ModelSource, machine: Machine, sweep: SweepDirectory, reporter: Reporter) -> dict[str, Any]:
@@ -147,9 +147,9 @@ def _cell(job: Job, source: ModelSource, machine: Machine, sweep: SweepDirectory
             lap("recover")
         if job.tasks:
             _share_scores(sweep.base.evaluation, run.evaluation, ("base",))
-            evaluation, worked = _evaluate(job, run, models_of(run, source), machine, reporter)
+            worked = _evaluate(job, run, models_of(run, source), machine, reporter)
             found["worked"] = {**pruned.worked, "evaluation": worked}
-            found |= _scores(evaluation)
+            found |= _scores(run)
             lap("eval")
     return {**found, "seconds": seconds}
 
@@ -185,8 +185,9 @@ def _evaluate(
     models: list[tuple[str, ModelSource]],
     machine: Machine,
     reporter: Reporter,
-) -> tuple[Evaluation, bool]:
-    return evaluate_into(
+) -> bool:
+    """Measure what is not there yet; whether anything was."""
+    _scores, worked = evaluate_into(
         run.evaluation,
         models,
         job.tasks,
@@ -196,10 +197,13 @@ def _evaluate(
         overwrite=False,
         reporter=reporter,
     )
+    return worked
 
 
-def _scores(evaluation: Evaluation) -> dict[str, Any]:
-    """Rows as `evaluation.json` has them, and what a reader must know of them."""
+def _scores(run: RunDirectory) -> dict[str, Any]:
+    """Rows as `evaluation.json` has them, and what a reader must know of them; of tasks measured earlier, too."""
+    evaluation = read_evaluation(run.evaluation)
+    assert evaluation is not None
     notes = {
         f"{score.task}: {note}": None for model in evaluation.models for score in model.scores for note in score.notes
     }
