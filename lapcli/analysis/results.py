@@ -1,12 +1,13 @@
 """The numbers of an analysis as they are stored, and what tables, pictures and the terminal take from them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lapcli.analysis.filters import SIDES
 from lapcli.analysis.spectra import pearson
 from lapcli.analysis.states import LayerFindings
 
@@ -50,10 +51,6 @@ class Bound:
     share: float | None
     margin: float | None
 
-    def document(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {"states": self.states, "share": self.share, "margin": self.margin}
-
 
 def bound_of(margins: Tensor) -> Bound:
     """Judge margins (any shape); NaN where the premise is not met."""
@@ -61,6 +58,11 @@ def bound_of(margins: Tensor) -> Bound:
     if met.numel() == 0:
         return Bound(0, None, None)
     return Bound(met.numel(), float((met >= 1 - ROUNDING).double().mean()), float(met.min()))
+
+
+def rank_limit(layer: Mapping[str, int]) -> int:
+    """The largest rank that a state of a layer can have, `min(K, V)`."""
+    return min(layer["key_width"], layer["value_width"])
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Analysis:
     def utilisation(self, label: str) -> Tensor:
         """`er / min(K, V)`, mean over samples, of all heads of all layers side by side: fp64 `[P, L HV]`."""
         return torch.cat(
-            [self.effective_rank(label, layer["index"]) / _rank_limit(layer) for layer in self.layers(label)], -1
+            [self.effective_rank(label, layer["index"]) / rank_limit(layer) for layer in self.layers(label)], -1
         )
 
     def kappa(self, label: str, index: int) -> Tensor:
@@ -128,24 +130,22 @@ class Analysis:
     def bounds(self, label: str, index: int) -> dict[str, Bound]:
         """The bounds of arXiv 2602.04852 (Eqs. 7 and 4) in one layer."""
         layer = next(layer for layer in self.layers(label) if layer["index"] == index)
-        rank = self._of(label, index, "effective_rank").double()
-        readout = self.kappa(label, index) * (rank / _rank_limit(layer)).sqrt()
-        return {
-            "kappa(S) >= 1/sqrt(u)": bound_of(torch.where(rank > 0, readout, torch.nan)),
-            "er(S) >= nu(V)/kappa(K)^2": bound_of(self._of(label, index, "key_margin")),
-        }
+        return {name: bound_of(margins) for name, margins in self._margins(label, layer).items()}
 
     def all_bounds(self, label: str) -> dict[str, Bound]:
         """The bounds over all layers."""
-        found: dict[str, Bound] = {}
-        each = [self.bounds(label, layer["index"]) for layer in self.layers(label)]
-        for name in each[0]:
-            parts = [bounds[name] for bounds in each if bounds[name].states]
-            states = sum(part.states for part in parts)
-            held = sum((part.share or 0.0) * part.states for part in parts)
-            margins = [part.margin for part in parts if part.margin is not None]
-            found[name] = Bound(states, held / states if states else None, min(margins, default=None))
-        return found
+        each = [self._margins(label, layer) for layer in self.layers(label)]
+        return {name: bound_of(torch.cat([margins[name].flatten() for margins in each])) for name in each[0]}
+
+    def _margins(self, label: str, layer: Mapping[str, int]) -> dict[str, Tensor]:
+        """For each bound the larger side over the smaller, `[N, P, HV]`; NaN where its premise is not met."""
+        index = layer["index"]
+        rank = self._of(label, index, "effective_rank").double()
+        readout = self.kappa(label, index) * (rank / rank_limit(layer)).sqrt()
+        return {
+            "kappa(S) >= 1/sqrt(u)": torch.where(rank > 0, readout, torch.nan),
+            "er(S) >= nu(V)/kappa(K)^2": self._of(label, index, "key_margin").double(),
+        }
 
     def violated(self) -> list[str]:
         """What bounds are missed beyond rounding, a sentence each; there should be none."""
@@ -167,7 +167,7 @@ class Analysis:
 
     def filters(self, index: int) -> dict[str, Tensor]:
         """By side `[2, H, W]`: mean absolute taps of kept and of dropped channels."""
-        names = {side: f"filters.layers.{index}.{side}" for side in ("key", "query")}
+        names = {side: f"filters.layers.{index}.{side}" for side in SIDES}
         return {side: self.tensors[name] for side, name in names.items() if name in self.tensors}
 
     def summary(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Analysis:
                 "pearson": self.pearson(label),
                 "kappa_median": float(kappas.median()),
                 "kappa_at_floor": self.record["floored"][label] / kappas.numel(),
-                "bounds": {name: bound.document() for name, bound in self.all_bounds(label).items()},
+                "bounds": {name: asdict(bound) for name, bound in self.all_bounds(label).items()},
                 "output_error": self._output_error(label),
             }
         found: dict[str, Any] = {"models": models}
@@ -202,7 +202,3 @@ class Analysis:
             name: float(torch.tensor([row[name] for row in rows], dtype=torch.float64).quantile(0.5))
             for name in ("own", "base")
         }
-
-
-def _rank_limit(layer: Mapping[str, int]) -> int:
-    return min(layer["key_width"], layer["value_width"])

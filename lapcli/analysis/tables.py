@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lapcli.analysis.results import Analysis
+from lapcli.analysis.results import Analysis, rank_limit
 from lapcli.artifacts import atomic_file
 
 SETS = ("all", "kept", "compared")
@@ -22,8 +22,8 @@ class Table(NamedTuple):
 
 
 def tables(analysis: Analysis) -> list[Table]:
-    """All tables that an analysis has numbers for."""
-    found = [
+    """All tables; without rows where an analysis has no numbers for one."""
+    return [
         Table(
             "utilisation", ("model", "layer", "head", "tokens", "effective_rank", "utilisation"), [*_ranks(analysis)]
         ),
@@ -37,16 +37,16 @@ def tables(analysis: Analysis) -> list[Table]:
         Table("overlap", ("layer", "head", "shared", "jaccard"), [*_overlap(analysis)]),
         Table("filters", ("layer", "head", "side", "channels", "lag", "mean_absolute_tap"), [*_filters(analysis)]),
     ]
-    return [table for table in found if table.rows]
 
 
 def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
     """Write `NAME.csv` for each table; one from earlier that there are no numbers for now goes."""
     written: list[Path] = []
-    for name in ("utilisation", "heads", "spectra", "bounds", "errors", "conditioning", "overlap", "filters"):
-        (folder / f"{name}.csv").unlink(missing_ok=True)
     for table in tables(analysis):
         path = folder / f"{table.name}.csv"
+        if not table.rows:
+            path.unlink(missing_ok=True)
+            continue
         with atomic_file(path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(table.columns)
@@ -58,7 +58,7 @@ def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
 def _ranks(analysis: Analysis) -> Iterable[Sequence[Any]]:
     for label in analysis.labels:
         for layer in analysis.layers(label):
-            limit = min(layer["key_width"], layer["value_width"])
+            limit = rank_limit(layer)
             ranks = analysis.effective_rank(label, layer["index"])
             for head in range(ranks.shape[1]):
                 for tokens, rank in zip(analysis.positions, ranks[:, head].tolist(), strict=True):
@@ -68,7 +68,7 @@ def _ranks(analysis: Analysis) -> Iterable[Sequence[Any]]:
 def _heads(analysis: Analysis) -> Iterable[Sequence[Any]]:
     for label in analysis.labels:
         for layer in analysis.layers(label):
-            limit = min(layer["key_width"], layer["value_width"])
+            limit = rank_limit(layer)
             ranks = analysis.effective_rank(label, layer["index"]).mean(0).tolist()
             kappas = analysis.kappa(label, layer["index"]).flatten(0, 1).median(0).values.tolist()
             for head, (rank, kappa) in enumerate(zip(ranks, kappas, strict=True)):

@@ -15,14 +15,7 @@ from torch import Tensor
 from lapcli.analysis.filters import filter_magnitudes, kept_and_dropped
 from lapcli.analysis.pictures import draw
 from lapcli.analysis.results import AXES, Analysis, findings_tensors
-from lapcli.analysis.selections import (
-    conditioning,
-    joint_grams,
-    kept_channels,
-    overlap,
-    refuse_other_channels,
-    refuse_other_model,
-)
+from lapcli.analysis.selections import conditioning, joint_grams, kept_channels, overlap, refuse_other_channels
 from lapcli.analysis.settings import AnalysisSettings
 from lapcli.analysis.states import Walker, bytes_per_sample, walk
 from lapcli.analysis.tables import write_tables
@@ -39,7 +32,7 @@ from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.calibration import check_calibration
-from lapcli.stages.lineage import STALE_HINT, refuse_stale
+from lapcli.stages.lineage import STALE_HINT, refuse_other_model, refuse_stale
 
 FILE = "analysis.safetensors"
 """The numbers, in the folder of an analysis."""
@@ -121,7 +114,10 @@ def plan_analysis(
     sizes = {layer.index: (layer.heads, layer.key_width) for layer in layers[inputs.models[0][0]]}
     kept: dict[str, dict[int, Tensor]] = {}
     for name, artifact in inputs.artifacts.items():
-        refuse_other_model(artifact, inputs.base.describe())
+        refuse_other_model(
+            artifact.path, artifact.lineage, inputs.base,
+            "name one of this model, or the run that it belongs to with --run",
+        )  # fmt: skip
         if name != "calibration":
             kept[name] = kept_channels(artifact)
             refuse_other_channels(artifact.path, kept[name], sizes)
@@ -195,12 +191,11 @@ def analyse(
     machine, reporter = machine or Machine(), reporter or SilentReporter()
     plan = plan_analysis(inputs, settings, machine=machine, reporter=reporter)
     output = folder / FILE
-    artifact = _existing(output, plan.lineage, inputs.base, machine, overwrite)
-    worked = artifact is None
-    if artifact is None:
-        found = _measure(inputs, settings, plan, machine, reporter)
-        artifact = write_artifact(output, replace(plan.lineage, record=dict(found.record)), found.tensors)
-    analysis = Analysis(artifact.tensors(), artifact.lineage.record)
+    analysis = _existing(output, plan.lineage, inputs.base, machine, overwrite)
+    worked = analysis is None
+    if analysis is None:
+        analysis = _measure(inputs, settings, plan, machine, reporter)
+        write_artifact(output, replace(plan.lineage, record=dict(analysis.record)), analysis.tensors)
     written = write_tables(analysis, folder)
     try:
         with reporter.task("drawing"):
@@ -214,7 +209,7 @@ def analyse(
 
 def _existing(
     output: Path, lineage: Lineage, source: ModelSource, machine: Machine, overwrite: bool
-) -> Artifact | None:
+) -> Analysis | None:
     """The analysis that is there, where it is the one wanted."""
     if not output.exists():
         return None
@@ -224,8 +219,7 @@ def _existing(
         wanted, found = _name(machine.torch_dtype(source.config)), existing.lineage.record["dtype"]
         if machine.dtype != "auto" and wanted != found:
             raise ArtifactError(f"{output} was computed in {found}, but --dtype {wanted} is asked for", STALE_HINT)
-        existing.tensors()  # raises where they are damaged
-        return existing
+        return Analysis(existing.tensors(), existing.lineage.record)
     except ArtifactError:
         if not overwrite:
             raise
