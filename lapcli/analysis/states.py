@@ -18,10 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from lapcli.analysis.spectra import KeyBound, Spectrum, key_bound, spectrum
 from lapcli.errors import ModelError
 from lapcli.families.base import Family, StatefulLayer
+from lapcli.families.taps import CACHES
 from lapcli.selectors.lapack import one_blas_thread
 
-_CACHES = ("cache", "past_key_values", "cache_params")
-"""What models call their cache, by version of transformers."""
 _NORM_EPS = 1e-6
 
 
@@ -74,7 +73,7 @@ class Walker:
         self._mixers = {layer.index: model.get_submodule(layer.mixer) for layer in layers}
         self._own = hasattr(model, "mixers")
         names = inspect.signature(type(self.body).forward).parameters
-        self._cache_name = next(name for name in _CACHES if name in names)
+        self._cache_name = next(name for name in CACHES if name in names)
         self._keys = {layer.index: _Keys(layer) for layer in layers}
         self._now = _Pass()
         self._given: Mapping[int, Tensor] | None = None
@@ -145,7 +144,7 @@ class Walker:
             options["position_ids"] = positions.expand(len(ids), -1)
         with torch.inference_mode():
             out = self.body(input_ids=ids, use_cache=True, **options)
-        way.cache = next(out[name] for name in _CACHES if out.get(name) is not None)
+        way.cache = next(out[name] for name in CACHES if out.get(name) is not None)
         way.seen += ids.shape[1]
 
     def _hook(self, layer: StatefulLayer) -> list[RemovableHandle]:

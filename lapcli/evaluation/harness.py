@@ -85,7 +85,7 @@ def check_names(names: Sequence[str]) -> None:
         UsageError: a name is unknown; the nearest is named.
         ModelError: lm-eval is not installed.
     """
-    others = [name for name in names if name not in _FOLDERS and name != XSUM]
+    others = [name for name in names if not _named_here(name)]
     if not others:
         require_lm_eval()
         return
@@ -377,12 +377,16 @@ def _samples_digest(samples: Sequence[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
+def _named_here(name: str) -> bool:
+    return name in _FOLDERS or name == XSUM
+
+
 def _manager(names: Sequence[str]) -> Any:
     """A task manager that knows the names; the whole index takes seven seconds, a few folders none."""
     with _quiet():
         import lm_eval.tasks
 
-        if all(name in _FOLDERS or name == XSUM for name in names):
+        if all(map(_named_here, names)):
             root = Path(lm_eval.tasks.__file__).parent
             folders: list[str | Path] = [root / _FOLDERS[name] for name in names if name in _FOLDERS]
             return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)

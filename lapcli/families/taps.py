@@ -21,8 +21,8 @@ from transformers.activations import ACT2FN
 
 from lapcli.families.base import Observer, StatefulLayer, Tap
 
-_CACHES = ("cache", "past_key_values", "cache_params")
-"""What mixers call their cache, by version of transformers."""
+CACHES = ("cache", "past_key_values", "cache_params")
+"""What models and their mixers call their cache, by version of transformers."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Taking:
         mask = kwargs.get("attention_mask")
         self.mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         self.projected.clear()
-        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
         self.past = None if cache is None else self.pasts.setdefault(cache, {})
 
     def take(self, name: str, inputs: Tensor, output: Tensor) -> None:
