@@ -26,9 +26,7 @@ def run(
     model: Annotated[
         str | None, typer.Option(help="The model. Default: the run's base, sliced and recovered ones.")
     ] = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="What it is compared with. Default: the run's base model, or none with --model.")
-    ] = None,
+    baseline: options.Baseline = None,
     data: options.Data = None,
     samples: Annotated[int, typer.Option(help="Token sequences.", rich_help_panel="What the numbers depend on")] = 128,
     seq_len: Annotated[
@@ -119,15 +117,12 @@ def _settings(
     """The settings, with the model's default text and length."""
     from lapcli.analysis.settings import AnalysisSettings
     from lapcli.cli import context
-    from lapcli.families.packed import text_part
     from lapcli.recipe import default_calibration
 
-    longest = text_part(source.config).get("max_position_embeddings")
-    length = min(2048, longest) if isinstance(longest, int) and longest > 1 else 2048
     values: dict[str, Any] = {
         "data": data or default_calibration(source.is_demo)["data"],
         "samples": samples,
-        "seq_len": length if seq_len is None else seq_len,
+        "seq_len": context.fitting_length(source, 2048) if seq_len is None else seq_len,
         "stride": stride,
         "skip": skip,
         "seed": seed,
@@ -140,17 +135,14 @@ def _inputs(model: str | None, baseline: str | None, compare: Path | None, run: 
     from lapcli.artifacts import read_artifact
     from lapcli.cli import context
     from lapcli.errors import ArtifactError, UsageError
-    from lapcli.families.source import resolve_model
     from lapcli.stages.analysis import AnalysisInputs
     from lapcli.stages.evaluation import models_of
 
     if model is not None:
         if compare is not None:
             raise UsageError("--compare holds a selection against the run's, and --model is of no run", "drop one")
-        chosen = [("model", resolve_model(model))]
-        return AnalysisInputs(chosen if baseline is None else [("base", resolve_model(baseline)), *chosen])
-    base = resolve_model(baseline) if baseline is not None else context.base_model(None, run)
-    models = models_of(run, base)
+        return AnalysisInputs(context.named_models(model, baseline))
+    models = models_of(run, context.base_model(baseline, run))
     selection = read_artifact(run.selection, "selection") if run.selection.is_file() else None
     calibration = read_artifact(run.calibration, "calibration") if run.calibration.is_file() else None
     if compare is not None and selection is None:

@@ -42,6 +42,26 @@ def base_model(model: str | None, run: "RunDirectory") -> "ModelSource":
     return source
 
 
+def named_models(model: str, baseline: str | None) -> "list[tuple[str, ModelSource]]":
+    """Label and source of a model that was named, after those of what it is compared with, if anything.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    from lapcli.families.source import resolve_model
+
+    named = {"base": baseline, "model": model}
+    return [(label, resolve_model(name)) for label, name in named.items() if name is not None]
+
+
+def fitting_length(source: "ModelSource", wanted: int) -> int:
+    """So many tokens of a sequence, or what the model was made for where that is less."""
+    from lapcli.families.packed import text_part
+
+    longest = text_part(source.config).get("max_position_embeddings")
+    return min(wanted, longest) if isinstance(longest, int) and longest > 1 else wanted
+
+
 def from_command_line(model: "type[Model]", values: dict[str, Any], names: Mapping[str, str] | None = None) -> "Model":
     """Settings from options.
 
@@ -81,14 +101,11 @@ def calibration_settings(
     Raises:
         UsageError: a value does not fit.
     """
-    from lapcli.families.packed import text_part
     from lapcli.recipe import CalibrationSettings, default_calibration
 
     given: dict[str, Any] = {"data": data, "samples": samples, "seq_len": seq_len}
     defaults = default_calibration(source.is_demo)
-    longest = text_part(source.config).get("max_position_embeddings")
-    if isinstance(longest, int) and longest > 1:
-        defaults["seq_len"] = min(defaults["seq_len"], longest)
+    defaults["seq_len"] = fitting_length(source, defaults["seq_len"])
     values = defaults | {key: value for key, value in given.items() if value is not None}
     values |= {"seed": seed, "rows": rows, "normalized": normalized, "exact": exact}
     return from_command_line(CalibrationSettings, values)

@@ -25,9 +25,7 @@ def register(app: typer.Typer) -> None:
 def run(
     tasks: Annotated[list[str], typer.Argument(help="Task names (`lapcli list tasks`), text:PATH, or lm-eval's own.")],
     model: Annotated[str | None, typer.Option(help="The model. Default: the run's sliced (and recovered) one.")] = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="What it is compared with. Default: the run's base model, or none with --model.")
-    ] = None,
+    baseline: options.Baseline = None,
     task_data: Annotated[
         Path | None, typer.Option(help="Folder with local copies of task data; nothing is then fetched.")
     ] = None,
@@ -166,13 +164,9 @@ def _models(model: str | None, baseline: str | None, run: "RunDirectory") -> "li
     """The models to evaluate, the base of the differences first."""
     from lapcli.cli import context
     from lapcli.errors import ArtifactError
-    from lapcli.families.source import resolve_model
 
-    chosen: list[tuple[str, ModelSource]] = []
     if model is not None:
-        if baseline is not None:
-            chosen.append(("base", resolve_model(baseline)))
-        return [*chosen, ("model", resolve_model(model))]
+        return context.named_models(model, baseline)
     if run.read_record() is None:
         raise ArtifactError(
             f"there is no run in {run.path} and no --model was given",
@@ -180,7 +174,7 @@ def _models(model: str | None, baseline: str | None, run: "RunDirectory") -> "li
         )
     from lapcli.stages.evaluation import models_of
 
-    chosen = models_of(run, resolve_model(baseline) if baseline is not None else context.base_model(None, run))
+    chosen = models_of(run, context.base_model(baseline, run))
     if len(chosen) == 1:
         raise ArtifactError(
             f"there is no sliced model in {run.path} to compare with its base",

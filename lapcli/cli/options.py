@@ -46,6 +46,9 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace results of other settings.", rich_help_panel=_OUTPUT)
 ]
 
+Baseline = Annotated[
+    str | None, typer.Option(help="What it is compared with. Default: the run's base model, or none with --model.")
+]
 Data = Annotated[
     str | None,
     typer.Option(
