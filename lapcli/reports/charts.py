@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
 from itertools import pairwise
 
-from lapcli.reports.document import Chart, Point, Series, printable, size
+from lapcli.reports.document import Chart, Point, Series, markup, size
 
 WIDTH, HEIGHT = 480.0, 330.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 16.0, 14.0, 52.0
@@ -35,21 +34,15 @@ def draw(chart: Chart, name: str) -> str:
         name: of the element, for the ids in it; letters, digits and hyphens.
     """
     series = [_drawable(line, chart.log_y) for line in chart.series]
-    reference = chart.reference
-    if reference is not None and not _fits(reference[1], chart.log_y):
-        reference = None
     xs = [point.x for line in series for point in line.points]
     ys = [value for line in series for point in line.points for value in _span(point, chart.log_y)]
-    if reference is not None:
-        ys.append(reference[1])
-    named = [line for line in series if line.points]
-    entries = len(named) + (reference is not None)
-    height = HEIGHT + _LEGEND_ROW * math.ceil(entries / 2)
+    shown = [(line, _style(line, number)) for number, line in enumerate(series) if line.points]
+    height = HEIGHT + _LEGEND_ROW * math.ceil(len(shown) / 2)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" role="img" '
         f'aria-labelledby="{name}-title {name}-desc">',
-        f'<title id="{name}-title">{_text(chart.title)}</title>',
-        f'<desc id="{name}-desc">{_text(chart.description)}</desc>',
+        f'<title id="{name}-title">{markup(chart.title)}</title>',
+        f'<desc id="{name}-desc">{markup(chart.description)}</desc>',
         '<g font-family="sans-serif" font-size="13" fill="#111">',
     ]
     if not xs:
@@ -58,15 +51,9 @@ def draw(chart: Chart, name: str) -> str:
     x_axis = _Axis(xs, _LEFT, WIDTH - _RIGHT, log=False, binary=chart.bytes_on_x)
     y_axis = _Axis(ys, HEIGHT - _BOTTOM, _TOP, log=chart.log_y)
     parts += _frame(chart, x_axis, y_axis)
-    if reference is not None:
-        place = y_axis.place(reference[1])
-        parts.append(
-            f'<line x1="{_LEFT:g}" x2="{WIDTH - _RIGHT:g}" y1="{place:.1f}" y2="{place:.1f}" stroke="#555" '
-            'stroke-width="1" stroke-dasharray="1 2"/>'
-        )
-    for number, line in enumerate(series):
-        parts += _line(line, _STYLES[number % len(_STYLES)], x_axis, y_axis, chart.log_y)
-    parts += _legend(series, reference)
+    for line, style in shown:
+        parts += _line(line, style, x_axis, y_axis, chart.log_y)
+    parts += _legend(shown)
     return "".join([*parts, "</g></svg>"])
 
 
@@ -146,29 +133,34 @@ def _frame(chart: Chart, x_axis: _Axis, y_axis: _Axis) -> list[str]:
     for value, label in y_axis.ticks():
         place = y_axis.place(value)
         parts.append(f'<line x1="{left:g}" x2="{right:g}" y1="{place:.1f}" y2="{place:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 6:g}" y="{place + 4:.1f}" text-anchor="end">{_text(label)}</text>')
+        parts.append(f'<text x="{left - 6:g}" y="{place + 4:.1f}" text-anchor="end">{markup(label)}</text>')
     for value, label in x_axis.ticks(at=[point.x for line in chart.series for point in line.points]):
         place = x_axis.place(value)
         parts.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{bottom:g}" y2="{bottom + 5:g}" stroke="#111"/>')
-        parts.append(f'<text x="{place:.1f}" y="{bottom + 19:g}" text-anchor="middle">{_text(label)}</text>')
+        parts.append(f'<text x="{place:.1f}" y="{bottom + 19:g}" text-anchor="middle">{markup(label)}</text>')
     parts.append(
         f'<path d="M{left:g} {_TOP:g}V{bottom:g}H{right:g}" fill="none" stroke="#111"/>'
-        f'<text x="{(left + right) / 2:g}" y="{HEIGHT - 12:g}" text-anchor="middle">{_text(chart.x_label)}</text>'
+        f'<text x="{(left + right) / 2:g}" y="{HEIGHT - 12:g}" text-anchor="middle">{markup(chart.x_label)}</text>'
         f'<text transform="translate(14 {(bottom + _TOP) / 2:g}) rotate(-90)" text-anchor="middle">'
-        f"{_text(chart.y_label)}</text>"
+        f"{markup(chart.y_label)}</text>"
     )
     return parts
 
 
+def _style(line: Series, number: int) -> tuple[str, str, str]:
+    """Colour, dash as an attribute, and marker of a line by its number; a thin one has no marker."""
+    if line.thin:
+        return "#999999", "", ""
+    colour, dash, marker = _STYLES[number % len(_STYLES)]
+    return colour, f' stroke-dasharray="{dash}"' if dash else "", marker
+
+
 def _line(line: Series, style: tuple[str, str, str], x_axis: _Axis, y_axis: _Axis, log: bool) -> list[str]:
-    colour, dash, marker = style
+    colour, dashes, marker = style
     places = [(x_axis.place(point.x), y_axis.place(point.y)) for point in line.points]
     parts: list[str] = []
-    if line.thin:
-        colour, dash = "#999999", ""
     if len(places) > 1:
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
         width = 1 if line.thin else 1.8
         parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dashes}/>')
     if line.thin:
@@ -184,7 +176,7 @@ def _line(line: Series, style: tuple[str, str, str], x_axis: _Axis, y_axis: _Axi
             )
         error = "" if point.error is None else f" ± {point.error:.3g}"
         said = f"{line.name}: {point.y:.5g}{error}"
-        parts.append(f"<g><title>{_text(said)}</title>{bar}{_marker(marker, x, y, colour)}</g>")
+        parts.append(f"<g><title>{markup(said)}</title>{bar}{_marker(marker, x, y, colour)}</g>")
     return parts
 
 
@@ -203,40 +195,19 @@ def _marker(kind: str, x: float, y: float, colour: str) -> str:
     return f'<path d="M{x:.1f} {y:.1f}{outlines[shape]}" {paint}/>'
 
 
-def _legend(series: Sequence[Series], reference: tuple[str, float, float | None] | None) -> list[str]:
+def _legend(shown: Sequence[tuple[Series, tuple[str, str, str]]]) -> list[str]:
     parts: list[str] = []
-    shown = [(number, line) for number, line in enumerate(series) if line.points]
-    for place, (number, line) in enumerate(shown):
-        x, y = _legend_place(place)
-        colour, dash, marker = _STYLES[number % len(_STYLES)]
-        if line.thin:
-            colour, dash = "#999999", ""
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    for number, (line, (colour, dashes, marker)) in enumerate(shown):
+        x, y = 20 + _LEGEND_COLUMN * (number % 2), HEIGHT + 4 + _LEGEND_ROW * (number // 2)
         parts.append(
             f'<line x1="{x:g}" x2="{x + 34:g}" y1="{y:g}" y2="{y:g}" stroke="{colour}" stroke-width="1.8"{dashes}/>'
         )
         if not line.thin:
             parts.append(_marker(marker, x + 17, y, colour))
-        parts.append(f'<text x="{x + 42:g}" y="{y + 4:g}">{_text(_cut(line.name))}</text>')
-    if reference is not None:
-        x, y = _legend_place(len(shown))
-        name, value, error = reference
-        said = f"{name}: {value:.4g}" + ("" if error is None else f" ± {error:.2g}")
-        parts.append(
-            f'<line x1="{x:g}" x2="{x + 34:g}" y1="{y:g}" y2="{y:g}" stroke="#555" stroke-dasharray="1 2"/>'
-            f'<text x="{x + 42:g}" y="{y + 4:g}">{_text(said)}</text>'
-        )
+        parts.append(f'<text x="{x + 42:g}" y="{y + 4:g}">{markup(_cut(line.name))}</text>')
     return parts
-
-
-def _legend_place(number: int) -> tuple[float, float]:
-    return 20 + _LEGEND_COLUMN * (number % 2), HEIGHT + 4 + _LEGEND_ROW * (number // 2)
 
 
 def _cut(name: str) -> str:
     """As much of a name as a legend has room for."""
     return name if len(name) <= 25 else name[:24] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def _text(text: str) -> str:
-    return escape(printable(text))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import TypeAlias
 
 
@@ -81,7 +82,6 @@ class Chart:
         series: the lines.
         bytes_on_x: whether x counts bytes.
         log_y: whether y is logarithmic.
-        reference: name and value of a horizontal line, and its standard error.
     """
 
     title: str
@@ -91,7 +91,6 @@ class Chart:
     series: tuple[Series, ...]
     bytes_on_x: bool = False
     log_y: bool = False
-    reference: tuple[str, float, float | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -152,3 +151,8 @@ def printable(text: str) -> str:
         else "\ufffd"
         for char in text
     )
+
+
+def markup(text: str) -> str:
+    """Text as HTML and SVG want it."""
+    return escape(printable(text))

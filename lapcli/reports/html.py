@@ -2,10 +2,9 @@
 
 import base64
 import re
-from html import escape
 
 from lapcli.reports.charts import draw
-from lapcli.reports.document import Block, Chart, Document, Items, Listing, Paragraph, Picture, Table, printable
+from lapcli.reports.document import Block, Chart, Document, Items, Listing, Paragraph, Picture, Table, markup
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -58,16 +57,16 @@ def html(document: Document) -> str:
         # What was read from files cannot load anything, should an escape be missing.
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">",
-        f"<title>{_text(document.title)}</title><style>{_STYLE}</style></head><body>",
-        f"<header><h1>{_text(document.title)}</h1><p>{_text(document.lead)}</p></header>",
+        f"<title>{markup(document.title)}</title><style>{_STYLE}</style></head><body>",
+        f"<header><h1>{markup(document.title)}</h1><p>{markup(document.lead)}</p></header>",
         '<nav aria-label="Contents"><ul>',
-        *(f'<li><a href="#{places[section.title]}">{_text(section.title)}</a></li>' for section in document.sections),
+        *(f'<li><a href="#{places[section.title]}">{markup(section.title)}</a></li>' for section in document.sections),
         "</ul></nav><main>",
     ]
     figures = 0
     for section in document.sections:
         place = places[section.title]
-        parts.append(f'<section aria-labelledby="{place}"><h2 id="{place}">{_text(section.title)}</h2>')
+        parts.append(f'<section aria-labelledby="{place}"><h2 id="{place}">{markup(section.title)}</h2>')
         inside = False
         for block in section.blocks:
             drawn = isinstance(block, Chart | Picture)
@@ -83,26 +82,26 @@ def html(document: Document) -> str:
 def _block(block: Block, name: str) -> str:
     match block:
         case Paragraph():
-            return f"<p>{_text(block.text)}</p>"
+            return f"<p>{markup(block.text)}</p>"
         case Items():
-            return "<ul>" + "".join(f"<li>{_text(item)}</li>" for item in block.items) + "</ul>"
+            return "<ul>" + "".join(f"<li>{markup(item)}</li>" for item in block.items) + "</ul>"
         case Listing():
-            lines = "\n".join(_text(line) for line in block.lines)
+            lines = "\n".join(markup(line) for line in block.lines)
             return f'<div class="box" tabindex="0" role="region" aria-label="Commands"><pre>{lines}</pre></div>'
         case Table():
             return _table(block)
         case Chart():
-            return f"<figure><figcaption>{_text(block.title)}</figcaption>{draw(block, name)}</figure>"
+            return f"<figure><figcaption>{markup(block.title)}</figcaption>{draw(block, name)}</figure>"
         case Picture():
             data = base64.b64encode(block.data).decode()
-            image = f'<img alt="{_text(block.description)}" src="data:image/png;base64,{data}">'
-            return f"<figure><figcaption>{_text(block.title)}</figcaption>{image}</figure>"
+            image = f'<img alt="{markup(block.description)}" src="data:image/png;base64,{data}">'
+            return f"<figure><figcaption>{markup(block.title)}</figcaption>{image}</figure>"
 
 
 def _table(table: Table) -> str:
     def cell(kind: str, number: int, text: str, scope: str = "") -> str:
         css = ' class="text"' if number < table.text_columns else ""
-        return f"<{kind}{scope}{css}>{_text(text)}</{kind}>"
+        return f"<{kind}{scope}{css}>{markup(text)}</{kind}>"
 
     plain = not any(table.columns)
     head = "".join(cell("th", number, text, ' scope="col"') for number, text in enumerate(table.columns))
@@ -114,17 +113,13 @@ def _table(table: Table) -> str:
         for row in table.rows
     )
     heading = "" if plain else f"<thead><tr>{head}</tr></thead>"
-    note = f'<p class="note">{_text(table.note)}</p>' if table.note else ""
+    note = f'<p class="note">{markup(table.note)}</p>' if table.note else ""
     css = ' class="facts"' if plain else ""
     return (
-        f'<div class="box" tabindex="0" role="region" aria-label="{_text(table.caption)}">'
-        f"<table{css}><caption>{_text(table.caption)}</caption>{heading}<tbody>{body}</tbody></table></div>{note}"
+        f'<div class="box" tabindex="0" role="region" aria-label="{markup(table.caption)}">'
+        f"<table{css}><caption>{markup(table.caption)}</caption>{heading}<tbody>{body}</tbody></table></div>{note}"
     )
 
 
 def _slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-
-
-def _text(text: str) -> str:
-    return escape(printable(text))

@@ -50,9 +50,6 @@ def _numbers(chart: Chart) -> list[str]:
             x = size(point.x) if chart.bytes_on_x else f"{point.x:g}"
             error = "" if point.error is None else f" ± {point.error:.3g}"
             rows.append((line.name, x, f"{point.y:.5g}{error}"))
-    if chart.reference is not None:
-        name, value, error = chart.reference
-        rows.append((name, "", f"{value:.5g}" + ("" if error is None else f" ± {error:.3g}")))
     columns = ("", chart.x_label, chart.y_label)
     return _table(Table(f"Figure: {chart.title}", columns, tuple(rows)))
 
