@@ -5,7 +5,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lapcli.errors import UsageError
 from lapcli.evaluation.results import Evaluation, Row
@@ -112,11 +112,16 @@ def check_checks(
 def failures(evaluation: Evaluation, checks: Sequence[Check]) -> list[str]:
     """The checks that the last model fails, each in a sentence; of a task with several lengths each length is checked.
 
+    A control, which was never pruned, is the last model only where there is nothing else to compare with the base.
+
     Raises:
         UsageError: a task turned out not to have a metric.
     """
-    rows = evaluation.rows()
-    labels = [model.label for model in evaluation.models]
+    base, *others = evaluation.models
+    last = [model for model in others if model.label != "control"] or others
+    judged = replace(evaluation, models=(base, *last[-1:]))
+    rows = judged.rows()
+    labels = [model.label for model in judged.models]
     found: list[str] = []
     for check in checks:
         of_task = [row for row in rows if row.task == check.task]

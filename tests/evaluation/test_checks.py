@@ -19,7 +19,9 @@ def evaluation(*values, metric="word_perplexity", lengths=(None,), settings=None
             Score("wikitext", metric, False, mean([value, value]), settings or {}, length=length) for length in lengths
         )
         models.append(
-            ModelScores(["base", "sliced", "recovered"][place], "m", None, None, "float32", "auto", 1, scores)
+            ModelScores(
+                ["base", "sliced", "recovered", "control"][place], "m", None, None, "float32", "auto", 1, scores
+            )
         )
     return Evaluation(tuple(models), {})
 
@@ -78,6 +80,21 @@ def test_scores_that_may_not_be_compared_fail_a_factor():
     mixed = Evaluation((base.models[0], other.models[1]), {})
     assert "unlike settings" in failures(mixed, [parse_check("wikitext.word_perplexity > 2x")])[0]
     assert failures(mixed, [parse_check("wikitext.word_perplexity > 2")]) == []
+
+
+def test_the_control_is_not_what_is_checked():
+    check = parse_check("wikitext.word_perplexity > 1.1x")
+    assert "recovered's is 12" in failures(evaluation(10, 10, 12, 10), [check])[0]
+    assert failures(evaluation(10, 10, 10, 12), [check]) == []
+    alone = evaluation(10, 10, 10, 12)
+    assert "control's is 12" in failures(Evaluation((alone.models[0], alone.models[3]), {}), [check])[0]
+
+
+def test_a_model_that_is_not_checked_spoils_no_check():
+    unlike = evaluation(10, 10, settings={"bos": "never"}).models[1]
+    found = evaluation(10, 10, 10)
+    found = Evaluation((found.models[0], unlike, found.models[2]), {})
+    assert failures(found, [parse_check("wikitext.word_perplexity > 1.1x")]) == []
 
 
 @pytest.mark.parametrize(
