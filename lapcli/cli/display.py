@@ -230,7 +230,6 @@ class SweepDisplay:
         self.console = console()
         self.notes: dict[str, str] = {}
         self.begun: dict[str, float] = {}
-        self.states: dict[str, str] = {}
         self.start = self.drawn = time.monotonic()
         self.live: Any = None
 

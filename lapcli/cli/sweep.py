@@ -195,7 +195,7 @@ def _would_do(plan: "SweepPlan", path: Path, as_json: bool) -> None:
 
     document = plan.document()
     if as_json:
-        display.emit({"dry_run": True, **document})
+        display.would_do(document, as_json)
         return
     calibrations = [
         f"{name} ({'there already' if found['ready'] else str(found['tokens']) + ' tokens'}"
@@ -213,7 +213,7 @@ def _would_do(plan: "SweepPlan", path: Path, as_json: bool) -> None:
         "base model": "measured already" if document["base_evaluated"] else "measured once",
         "writes": f"{path}/sweep.json, {path}/cells/",
     }
-    display.facts("would do (nothing was done)", facts)
+    display.would_do(facts, as_json)
 
 
 def _show(record: "SweepRecord", names: list[str]) -> None:

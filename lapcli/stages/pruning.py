@@ -110,7 +110,7 @@ def plan_pruning(
         raise FamilyError(f"{source.name} has no layer with a state, so there is nothing to prune")
     budget = budget_for(layers[0].key_width, selection)
     needs_saliency = any(name.startswith("saliency") for name in budget.selector.needs(selection.score_from))
-    there = _calibration_there(source, calibration, run)
+    there = calibration_there(source, calibration, run)
     if there is None:
         source.check_tokenizer()
         for part in parse_mixture(calibration.data):
@@ -131,7 +131,7 @@ def plan_pruning(
     return plan
 
 
-def _calibration_there(source: ModelSource, calibration: CalibrationSettings, run: RunDirectory) -> Artifact | None:
+def calibration_there(source: ModelSource, calibration: CalibrationSettings, run: RunDirectory) -> Artifact | None:
     """The run's calibration where it is one of these inputs; a damaged one is none."""
     try:
         existing = read_artifact(run.calibration, "calibration")

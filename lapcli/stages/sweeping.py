@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from lapcli.artifacts import read_artifact
 from lapcli.data import check_source, parse_mixture
 from lapcli.errors import ArtifactError, UsageError
 from lapcli.evaluation.run import versions
@@ -27,7 +26,7 @@ from lapcli.recipe import EvaluationRequest
 from lapcli.reporting import SilentReporter
 from lapcli.stages.calibration import check_calibration, has_saliency
 from lapcli.stages.evaluation import plan_stage
-from lapcli.stages.lineage import calibration_lineage
+from lapcli.stages.pruning import calibration_there
 from lapcli.stages.recovery import check_recovery
 from lapcli.stages.selection import budget_for
 from lapcli.sweeps.cells import Cell
@@ -225,13 +224,8 @@ def plan_sweep(
 
 
 def _calibration_ready(source: ModelSource, cell: Cell, directory: SweepDirectory, saliency: bool) -> bool:
-    try:
-        found = read_artifact(directory.calibration(cell.calibration_name).calibration, "calibration")
-    except ArtifactError:
-        return False
-    if calibration_lineage(source, cell.calibration).differences(found.lineage):
-        return False
-    return not saliency or has_saliency(found)
+    found = calibration_there(source, cell.calibration, directory.calibration(cell.calibration_name))
+    return found is not None and (not saliency or has_saliency(found))
 
 
 def _unlike(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:

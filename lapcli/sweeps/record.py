@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lapcli.artifacts import RunDirectory, atomic_file
 from lapcli.errors import ArtifactError
@@ -11,8 +11,6 @@ from lapcli.errors import ArtifactError
 KIND = "sweep"
 SCHEMA = 1
 FILE = "sweep.json"
-
-State = Literal["waiting", "running", "done", "failed"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class SweepRecord:
         evaluation: tasks and limit.
         sessions: a dict for each time that it was worked on: command, begun, ended, versions, machine.
         base: state of the base's evaluation, its scores.
-        calibrations: by name: settings, state, tokens, seconds.
+        calibrations: by name: settings, state (waiting, running, done or failed), tokens, seconds.
         cells: by name: axes, settings, state, sizes, scores, seconds, failure.
     """
 
