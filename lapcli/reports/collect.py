@@ -81,6 +81,14 @@ class Found:
     base: Evaluation | None
     problems: list[str] = field(default_factory=list)
 
+    @cached_property
+    def unpruned(self) -> Entry:
+        """The base as an entry, for what reads scores of one; where it was not measured alone, as a chain has it."""
+        measured = self.base if self.base and any(model.label == "base" for model in self.base.models) else None
+        chains = (entry.evaluation for entry in self.entries if entry.evaluation)
+        run = SweepDirectory(self.path).base if self.sweep else RunDirectory(self.path)
+        return Entry("base", run, evaluation=measured or next(chains, None))
+
 
 def collect(path: Path) -> Found:
     """Read a run directory or a sweep.

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from lapcli.evaluation.results import Evaluation
 from lapcli.evaluation.table import evaluation_table
 from lapcli.reports.collect import Entry, Found
 from lapcli.reports.document import (
@@ -96,17 +95,7 @@ def _number(budget: Any) -> float:
 
 
 def _columns(found: Found) -> list[Column]:
-    rows = found.base.to_json()["rows"] if found.base else []
-    return headline([*rows, *(row for entry in found.entries for row in entry.rows)])
-
-
-def _base_entry(found: Found) -> Entry:
-    """The base as an entry, for what reads scores of one."""
-    entry = Entry("base", found.entries[0].run if found.entries else None)  # pyright: ignore[reportArgumentType]
-    entry.evaluation = found.base
-    if not any(model.label == "base" for model in (found.base.models if found.base else ())):
-        entry.evaluation = next((each.evaluation for each in found.entries if each.evaluation), None)
-    return entry
+    return headline(row for entry in (found.unpruned, *found.entries) for row in entry.rows)
 
 
 def _perplexity(column: Column) -> bool:
@@ -203,13 +192,12 @@ def _quality(found: Found, columns: Sequence[Column], axes: _Axes) -> list[Block
     """Curves of perplexity and of recall against state, a line a method."""
     blocks: list[Block] = []
     entries = axes.at_first(found.entries, "method", "budget")
-    base = _base_entry(found)
     for label in _AFTER:
         if not _has(entries, label):
             continue
         for column in columns:
             series: list[Series] = []
-            before = pooled([base], "base", column)
+            before = pooled([found.unpruned], "base", column)
             state = _state(found.entries, 0)
             if before is not None and state is not None:
                 series.append(Series("unpruned", (Point(state, before.value, before.stderr),)))
@@ -250,7 +238,7 @@ def _width(entries: Sequence[Entry]) -> str:
 
 
 def _base_row(found: Found, columns: Sequence[Column], front: tuple[str, ...]) -> list[tuple[str, ...]]:
-    cells = _cells([_base_entry(found)], "base", columns)
+    cells = _cells([found.unpruned], "base", columns)
     return [(*front, *cells)] if any(cell != "\N{EN DASH}" for cell in cells) else []
 
 
@@ -343,7 +331,6 @@ def _recall(found: Found, columns: Sequence[Column], axes: _Axes) -> list[Block]
         if column.length is not None:
             lengths.setdefault((column.task, column.metric), []).append(column)
     entries = axes.at_first(found.entries, "method", "budget")
-    base = _base_entry(found)
     for (task, metric), each in lengths.items():
         for label in _AFTER:
             if not _has(entries, label):
@@ -359,7 +346,7 @@ def _recall(found: Found, columns: Sequence[Column], axes: _Axes) -> list[Block]
             for budget in axes.values["budget"]:
                 at_budget = [entry for entry in entries if place(entry, "budget") == budget]
                 groups = {
-                    "unpruned": [base],
+                    "unpruned": [found.unpruned],
                     **{str(key[0]): cells for key, cells in grouped(at_budget, "method").items()},
                 }
                 series = [
@@ -388,15 +375,11 @@ def _differences(found: Found) -> list[Block]:
     """The evaluation as `lapcli eval` shows it, with differences item by item; of a run alone, a sweep has too many."""
     if found.sweep or found.base is None:
         return []
-    return [_evaluation(found.base)]
-
-
-def _evaluation(evaluation: Evaluation) -> Table:
-    drawn = evaluation_table(evaluation)
+    drawn = evaluation_table(found.base)
     note = (
-        "" if len(evaluation.models) < 2 else "Differences are taken item by item, so that what all find hard cancels."
+        "" if len(found.base.models) < 2 else "Differences are taken item by item, so that what all find hard cancels."
     )
-    return Table("All scores", drawn.columns, drawn.rows, text_columns=2, note=note)
+    return [Table("All scores", drawn.columns, drawn.rows, text_columns=2, note=note)]
 
 
 def _gains(found: Found) -> list[Block]:
@@ -559,7 +542,7 @@ def _notes(found: Found) -> list[Block]:
         blocks += [Paragraph("Not whole, and in none of the tables unless scores are there:"), Items(tuple(broken))]
     said: dict[str, None] = {}
     for evaluation in (found.base, *(entry.evaluation for entry in found.entries)):
-        for note in evaluation_table(evaluation).notes[:] if evaluation else ():
+        for note in evaluation_table(evaluation).notes if evaluation else ():
             if not note.startswith("\N{PLUS-MINUS SIGN}"):
                 said[note] = None
     for entry in found.entries:
