@@ -27,7 +27,7 @@ def run(
     model: Annotated[str | None, typer.Option(help="The model. Default: the run's sliced (and recovered) one.")] = None,
     baseline: options.Baseline = None,
     task_data: Annotated[
-        Path | None, typer.Option(help="Folder with local copies of task data; nothing is then fetched.")
+        Path | None, typer.Option(help="Folder with local copies of task data; what lies there is not fetched.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Items of each task. Default: all; NIAH: 25 a length.")] = None,
     max_length: Annotated[
