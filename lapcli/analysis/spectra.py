@@ -2,7 +2,7 @@
 
 All is computed in fp64 from the Gram matrix of the state's shorter side. That squares the condition number, which fp64
 bears: what it costs in precision is less than the rounding of an fp32 state itself (see `spectrum_floor`), and it takes
-two thirds of the time of an fp64 SVD.
+less time than an fp64 SVD.
 """
 
 from typing import NamedTuple
