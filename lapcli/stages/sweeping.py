@@ -158,17 +158,14 @@ def plan_sweep(
     """
     refuse_quantised(source.config, source.name)
     layers = family_for(source.config).layers(source.config)
-    checked: set[str] = set()
-    saliency: dict[str, bool] = {}
+    source.check_tokenizer()
+    texts = {cell.calibration_name: cell.calibration for cell in cells}
+    for text in texts.values():
+        for part in parse_mixture(text.data):
+            check_source(part.name)
+        check_calibration(source, text, SilentReporter())
     needs: dict[str, bool] = {}
     for cell in cells:
-        name = cell.calibration_name
-        if name not in checked:
-            checked.add(name)
-            source.check_tokenizer()
-            for part in parse_mixture(cell.calibration.data):
-                check_source(part.name)
-            check_calibration(source, cell.calibration, SilentReporter())
         selector = budget_for(layers[0].key_width, cell.selection).selector
         needs[cell.name] = any(need.startswith("saliency") for need in selector.needs(cell.selection.score_from))
     machine.check(source.config, layers, needs_gradient=any(needs.values()))
@@ -204,28 +201,18 @@ def plan_sweep(
         recovers = cell.recovery is not None
         if same and is_finished(directory.cell(cell.name), entry, tasks, recovers):
             finished.add(cell.name)
-    for cell in cells:
-        if cell.name not in finished:
-            saliency[cell.calibration_name] = saliency.get(cell.calibration_name, False) or needs[cell.name]
-    calibrations = {
-        cell.calibration_name: CalibrationPlan(
-            settings=cell.calibration.document(),
-            tokens=cell.calibration.samples * cell.calibration.seq_len,
-            saliency=saliency.get(cell.calibration_name, False),
-            ready=cell.calibration_name not in saliency
-            or _calibration_ready(source, cell, directory, saliency[cell.calibration_name]),
-        )
-        for cell in cells
-    }
+    to_do = [cell for cell in cells if cell.name not in finished]
+    calibrations: dict[str, CalibrationPlan] = {}
+    for name, text in texts.items():
+        # What no cell is left to use need not be there.
+        users = [needs[cell.name] for cell in to_do if cell.calibration_name == name]
+        there = calibration_there(source, text, directory.calibration(name)) if users else None
+        ready = not users or (there is not None and (not any(users) or has_saliency(there)))
+        calibrations[name] = CalibrationPlan(text.document(), text.samples * text.seq_len, any(users), ready)
     return SweepPlan(
         source, tuple(cells), frozenset(finished), calibrations, evaluation, base_ready, task_data, record, machine,
         overwrite,
     )  # fmt: skip
-
-
-def _calibration_ready(source: ModelSource, cell: Cell, directory: SweepDirectory, saliency: bool) -> bool:
-    found = calibration_there(source, cell.calibration, directory.calibration(cell.calibration_name))
-    return found is not None and (not saliency or has_saliency(found))
 
 
 def _unlike(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
