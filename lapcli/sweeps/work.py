@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lapcli.artifacts import RunDirectory, read_document
+from lapcli.artifacts import RunDirectory, atomic_directory, atomic_file, read_document
 from lapcli.errors import ArtifactError, LapcliError
 from lapcli.evaluation.results import Evaluation
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
@@ -229,20 +229,16 @@ def _link(origin: Path, target: Path, *, anew: bool = False) -> None:
     """Give a file a second name; a copy where the file system has no links. All writers here replace whole files."""
     if target.exists() and (not anew or target.samefile(origin)):
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.link-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    _link_or_copy(str(origin), str(temporary))
-    os.replace(temporary, target)
+    with atomic_file(target) as temporary:
+        temporary.unlink()  # A link takes no name that is there.
+        _link_or_copy(str(origin), str(temporary))
 
 
 def _link_folder(origin: Path, target: Path) -> None:
     if target.exists():
         return
-    temporary = target.with_name(f".{target.name}.link-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(origin, temporary, copy_function=_link_or_copy)
-    os.replace(temporary, target)
+    with atomic_directory(target) as temporary:
+        shutil.copytree(origin, temporary, copy_function=_link_or_copy, dirs_exist_ok=True)
 
 
 def _link_or_copy(origin: str, target: str) -> None:
