@@ -14,6 +14,7 @@ from lapcli.families.source import ModelSource
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.observation import observe
+from lapkernels.timing import product_rate, synchronize
 
 
 @dataclass(frozen=True)
@@ -49,22 +50,8 @@ def _peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _fp64_rate(device: torch.device) -> float:
-    """Floating-point operations a second of a large fp64 product."""
-    size = 1024
-    matrix = torch.randn(size, size, dtype=torch.float64, device=device)
-    for _ in range(2):
-        _ = matrix @ matrix
-    repeats = 5
-    started = _now(device)
-    for _ in range(repeats):
-        _ = matrix @ matrix
-    return repeats * 2 * size**3 / (_now(device) - started)
-
-
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()
 
 
@@ -127,7 +114,7 @@ def calibration_benchmark(
         calibrating_seconds=statistics.median(observed for _bare, observed in timed),
         overhead=statistics.median(observed / bare for bare, observed in timed) - 1,
         sums_bytes=sums.nbytes(),
-        floor_seconds=flops / _fp64_rate(device),
+        floor_seconds=flops / product_rate(device, torch.float64, 1024),
         peak_bytes_few=peak_few,
         peak_bytes_many=_peak(device),
     )

@@ -25,7 +25,6 @@ A recurrent layer in chunks of `C` tokens, by value head, with `R` of them on a 
 so `r` is `2 HV (2 C K / R + C^2 / 2 + C (2 V + K) + 3 K V)` a layer. Triangles count as the squares that tiles compute.
 """
 
-import gc
 import statistics
 import tempfile
 import time
@@ -41,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lapcli.artifacts import Lineage
+from lapcli.benchmarks.chips import NOMINAL_FLOPS
 from lapcli.errors import ModelError
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
@@ -55,22 +55,10 @@ from lapcli.training.distillation import Head, head_of
 from lapcli.training.engine import Execution, StepDone, TrainingSettings, recover
 from lapcli.training.packing import PackedBatch, last_hidden, reads_packing
 from lapcli.training.stream import PackedSequence
+from lapkernels.timing import free, out_of_memory, product_rate, synchronize
 
 CHUNK = 64
 """C of the formula: fla's, and the default of lapkernels."""
-
-NOMINAL_FLOPS = {
-    # NVIDIA's data sheets give BF16 with sparsity for Hopper (1979 TFLOP/s); dense is half of that. SXM only: the PCIe
-    # and NVL cards of the same generation are slower.
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    # NVIDIA A100 data sheet, BF16 dense, the same for SXM and PCIe.
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-}
-"""Dense bf16 products a second, by the name that CUDA gives a chip."""
 
 LARGE: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 24, "num_heads": 4, "head_dim": 256, "expand_v": 2.0}
 """A Gated DeltaNet of 1.365 billion parameters, with a vocabulary of 32000."""
@@ -218,7 +206,7 @@ def recovery_benchmark(
     machine.check(source.config, layers, needs_gradient=True)
     dtype = machine.torch_dtype(source.config)
     # Before anything is loaded, while there is room.
-    product = product_flops(device, torch.bfloat16 if device.type == "cuda" else dtype)
+    product = product_rate(device, torch.bfloat16 if device.type == "cuda" else dtype)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "kernel": machine.kernel}
 
     config = GatedDeltaNetConfig(**(random_model or LARGE))
@@ -242,22 +230,8 @@ def recovery_benchmark(
                 rows.append(case.row(way))
                 task.advance()
             del model, teacher, case
-            _free(device)
+            free(device)
     return rows
-
-
-def product_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large product of two square matrices: the median of several."""
-    size = 8192 if device.type == "cuda" else 512
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    repeats, seconds = 10, []
-    for _ in range(6):
-        started = _now(device)
-        for _ in range(repeats):
-            _ = left @ right
-        seconds.append((_now(device) - started) / repeats)
-    # The first warms up.
-    return 2 * size**3 / statistics.median(seconds[1:])
 
 
 def flop_per_token(student: Any, teacher: Any | None, config: dict[str, Any]) -> float:
@@ -364,12 +338,12 @@ class _Case:
             for name, parameter in trained_parameters(self.student).items():
                 parameter.copy_(self.begin[name])
         self.student.zero_grad(set_to_none=True)
-        _free(self.device)
+        free(self.device)
         try:
             return self._train(way, micro_batch)
         except (RuntimeError, ModelError) as error:
-            # Triton's is no `OutOfMemoryError`, and the engine makes an error of its own of torch's.
-            if not any("out of memory" in str(each) for each in (error, error.__cause__)):
+            # The engine makes an error of its own of torch's.
+            if not out_of_memory(error):
                 raise
         return None
 
@@ -382,7 +356,8 @@ class _Case:
 
         def note(loss: float, peak: int | None = None) -> None:
             # The engine's own seconds begin and end with the optimiser's kernels of a step still under way.
-            times.append(_now(self.device))
+            synchronize(self.device)
+            times.append(time.perf_counter())
             losses.append(loss)
             if self.device.type == "cuda":
                 peaks.append(max(peak or 0, torch.cuda.max_memory_allocated(self.device)))
@@ -485,15 +460,3 @@ def _random(config: GatedDeltaNetConfig, device: torch.device, dtype: torch.dtyp
         model: Any = GatedDeltaNetForCausalLM._from_config(config, dtype=dtype)
     model.set_kernel(kernel)
     return model.eval()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
