@@ -10,6 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lapcli.errors import DataError
+from lapcli.evaluation.decoding import Writing, stop_tokens, write_greedily
 from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.evaluation.settings import Bos
 from lapcli.parallel import Processes
@@ -17,6 +18,11 @@ from lapcli.reporting import Reporter
 
 # The decorator that registers it hides the class from type checkers.
 _HFLM: Any = HFLM
+
+# lm-eval's names for the most tokens to write, the first that is there counting.
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# What a request for greedy text says; whatever else is asked for is left to lm-eval.
+_GREEDY = {"until", "do_sample", "temperature", *_LIMITS}
 
 Audible = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -60,8 +66,8 @@ class InMemoryModel(_HFLM):
         return [sum(next(answers)[0] for _ in text) for text in windows]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """As lm-eval's, without its progress bar."""
-        longest = max((request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests), default=0)
+        """What the model writes: greedily by `lapcli.evaluation.decoding`, by lm-eval's own means where it samples."""
+        longest = max((self._limit(request.args[1]) for request in requests), default=0)
         if longest >= self.max_length:
             raise DataError(
                 f"{self._task} has the model write up to {longest} tokens; a request holds {self.max_length} in all",
@@ -71,8 +77,50 @@ class InMemoryModel(_HFLM):
         # Long prompts lie beside long ones, so that every process has as many of them.
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index].args[0]))
         mine = order[ours.rank :: ours.size]
-        written = super().generate_until([requests[index] for index in mine], disable_tqdm=True)
+        if all(_is_greedy(requests[index].args[1]) for index in mine):
+            written = self._write([requests[index].args for index in mine])
+        else:
+            written = super().generate_until([requests[index] for index in mine], disable_tqdm=True)
         return _gathered(ours, len(requests), dict(zip(mine, written, strict=True)))
+
+    def _write(self, asked: list[tuple[str, dict[str, Any]]]) -> list[str]:
+        limits = [self._limit(options) for _, options in asked]
+        stops = [self._stops(options) for _, options in asked]
+        writings = [
+            Writing(self._prompt(text, limit), limit, self._ends_with(texts))
+            for (text, _), limit, texts in zip(asked, limits, stops, strict=True)
+        ]
+        with self._audible():
+            written = write_greedily(
+                self._loaded,
+                writings,
+                stop=stop_tokens(self._loaded) | {self.eot_token_id},
+                batch_size=self._rows,
+                reporter=self._reporter,
+                description=f"{self._task} on {self._loaded.name}",
+            )
+        return [_before(self.tok_decode(tokens), texts) for tokens, texts in zip(written, stops, strict=True)]
+
+    def _limit(self, options: Mapping[str, Any]) -> int:
+        return int(next((options[name] for name in _LIMITS if options.get(name) is not None), self.max_gen_toks))
+
+    def _stops(self, options: Mapping[str, Any]) -> list[str]:
+        """The texts that end what is written; as in lm-eval, the end-of-text token as it is spelled is one."""
+        until = options.get("until") or []
+        texts = [*([until] if isinstance(until, str) else until), self.tok_decode(self.eot_token_id, False)]
+        return [text for text in texts if text]
+
+    def _prompt(self, text: str, new_tokens: int) -> list[int]:
+        """The tokens of a prompt; too long a one loses its beginning, as in lm-eval."""
+        ids, _ = self.tok_batch_encode([text], left_truncate_len=self.max_length - new_tokens)
+        return ids[0].tolist() or [self.prefix_token_id]
+
+    def _ends_with(self, stops: list[str]) -> Callable[[list[int]], bool]:
+        def ends(written: list[int]) -> bool:
+            text = self.tok_decode(written)
+            return any(stop in text for stop in stops)
+
+        return ends
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         for _, _, continuation in requests:
@@ -95,6 +143,17 @@ class InMemoryModel(_HFLM):
                 description=f"{self._task} on {self._loaded.name}",
             )
         return [(answer.log_probability, answer.greedy) for answer in answers]
+
+
+def _is_greedy(options: Mapping[str, Any]) -> bool:
+    if set(options) - _GREEDY or options.get("do_sample"):
+        return False
+    return options.get("do_sample") is False or not options.get("temperature")
+
+
+def _before(text: str, stops: list[str]) -> str:
+    """The text up to the first of the texts that end it."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
 def _gathered(processes: Processes, count: int, texts: Mapping[int, str]) -> list[str]:

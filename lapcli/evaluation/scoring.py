@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under a model: the one place where an evaluation runs a model forward.
+"""Log-probabilities of given tokens under a model: the one place where an evaluation has a model score.
 
 Rows of a batch are padded on the right. A causal model cannot look ahead, so that padding changes no position before
 it, and padded positions are never read: every batch size gives the same numbers up to rounding.
@@ -6,14 +6,14 @@ it, and padded positions are never read: every batch size gives the same numbers
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from lapcli.errors import ModelError
+from lapcli.evaluation.rows import Rows
 from lapcli.parallel import ALONE, Processes
 from lapcli.reporting import Reporter
 
@@ -109,81 +109,36 @@ def score(
     return [Scored(total, bool(greedy)) for total, greedy in found.tolist()]
 
 
-def greedy_continuations(
-    loaded: LoadedModel, prompts: Sequence[Sequence[int]], *, new_tokens: int, batch_size: int | None
-) -> list[list[int]]:
-    """Continue prompts greedily, with the model's cache, batched with left padding.
-
-    Args:
-        loaded: the model.
-        prompts: token ids, at least one each, of any lengths.
-        new_tokens: how many tokens to add to each; end-of-text tokens do not stop it.
-        batch_size: rows per pass; `None`: 16.
-
-    Returns:
-        The added tokens of each prompt, in the order of the prompts.
-    """
-    from transformers import GenerationConfig
-
-    model = loaded.model
-    pad = _pad_token(loaded)
-    config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=pad, use_cache=True)
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    answers: list[list[int]] = [[] for _ in prompts]
-    for batch in _slices(order, batch_size or 16):
-        width = len(prompts[batch[0]])
-        ids = torch.full((len(batch), width), pad, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, index in enumerate(batch):
-            ids[row, width - len(prompts[index]) :] = torch.tensor(prompts[index])
-            mask[row, width - len(prompts[index]) :] = 1
-        device = model.device
-        # The model's own generation defaults (sampling, penalties, stop tokens) must not leak in.
-        with torch.inference_mode(), _generation_defaults(model, config):
-            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
-        for row, index in enumerate(batch):
-            answers[index] = out[row, width:].tolist()
-    return answers
+def not_numbers(name: str) -> ModelError:
+    """The error for a model whose logits are NaN."""
+    return ModelError(
+        f"{name} gives logits that are not numbers", "inspect its weights; in fp16, try --dtype bfloat16 or float32"
+    )
 
 
 class _Runner:
-    """Runs one batch, and remembers how many rows fit."""
+    """Runs one batch."""
 
     def __init__(self, loaded: LoadedModel, batch_size: int | None, reporter: Reporter):
         self._loaded = loaded
-        self._asked = batch_size
-        self._fits: int | None = None
-        self._reporter = reporter
+        self._rows = Rows(loaded.name, batch_size, self._suits, reporter)
         parameters = inspect.signature(loaded.model.forward).parameters
         self._keeps = "logits_to_keep" in parameters
         self._vocabulary = _vocabulary(loaded.model.config)
 
     def rows(self, length: int) -> int:
-        if self._asked is not None:
-            wanted = self._asked
-        elif self._loaded.model.device.type == "cpu":
-            wanted = max(1, _MAX_CPU_TOKENS // length)
-        else:
-            wanted = min(_MAX_ROWS, max(1, _MAX_LOGITS // (length * self._vocabulary)))
-        return wanted if self._fits is None else min(wanted, self._fits)
+        return self._rows.at(length)
 
     def run(self, batch: list[Request]) -> list[Scored]:
         """Score the first requests of the batch: all of it, or as many as memory takes."""
-        while True:
-            try:
-                return self._forward(batch)
-            except torch.OutOfMemoryError as error:
-                if len(batch) == 1:
-                    raise ModelError(
-                        f"memory ran out on {self._loaded.name} with one row of {len(batch[0].tokens)} tokens",
-                        "give a shorter --max-length, or a larger device",
-                    ) from error
-                batch = batch[: len(batch) // 2]
-                self._fits = len(batch)
-            torch.cuda.empty_cache()
-            self._reporter.warn(f"memory ran out; going on with batches of {self._fits}")
+        return self._rows.run(batch, self._forward)
 
-    def _forward(self, batch: list[Request]) -> list[Scored]:
+    def _suits(self, length: int) -> int:
+        if self._loaded.model.device.type == "cpu":
+            return max(1, _MAX_CPU_TOKENS // length)
+        return min(_MAX_ROWS, max(1, _MAX_LOGITS // (length * self._vocabulary)))
+
+    def _forward(self, batch: Sequence[Request]) -> list[Scored]:
         model = self._loaded.model
         width = max(len(request.tokens) for request in batch) - 1
         ids = torch.zeros(len(batch), width, dtype=torch.long)
@@ -203,36 +158,10 @@ class _Runner:
         chosen = scored.gather(1, targets[:, None]).squeeze(1)
         total = float((chosen.double() - scored.logsumexp(1).double()).sum())
         if not math.isfinite(total):
-            raise ModelError(
-                f"{self._loaded.name} gives logits that are not numbers",
-                "inspect its weights; in fp16, try --dtype bfloat16 or float32",
-            )
+            raise not_numbers(self._loaded.name)
         return Scored(total, bool((scored.argmax(1) == targets).all()))
-
-
-@contextmanager
-def _generation_defaults(model: Any, config: Any) -> Iterator[None]:
-    """Puts a generation config in place of the model's own for a while."""
-    saved = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = saved
-
-
-def _pad_token(loaded: LoadedModel) -> int:
-    for token in (loaded.tokenizer.pad_token_id, loaded.tokenizer.eos_token_id):
-        if token is not None:
-            return token
-    return 0  # masked, so that any token does
 
 
 def _vocabulary(config: Any) -> int:
     text = getattr(config, "text_config", None) or config
     return int(text.vocab_size)
-
-
-def _slices(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

@@ -356,6 +356,38 @@ def test_texts_that_are_written_do_not_depend_on_the_batch(tiny, tmp_path):
     assert any(sample["resps"][0][0] for sample in written[0])
 
 
+def test_texts_that_are_written_are_those_of_lm_eval_alone(tiny, tmp_path):
+    """Prompts of unlike lengths, one of them cut to its last 208 tokens, with ends that come early in some rows."""
+    task = squad(tmp_path, ["a" * 5, "words of a longer kind " * 10, "b" * 60, "c d"])
+    (part,) = task.loaded["tasks"].values()
+    shapes = []
+    hook = tiny.model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+
+    def samples(until):
+        part.set_config(key="generation_kwargs", value={"do_sample": False, "temperature": 0.0, "until": until})
+        ours, _ = run_harness(task, tiny, EvaluationSettings(), max_length=256, batch_size=4, reporter=SilentReporter())
+        return [sample["resps"][0][0] for sample in ours["samples"]["squad_completion"]]
+
+    try:
+        whole = samples([])
+        # A prompt goes through once, every further token alone; the longest prompt has 256 - 48 tokens.
+        assert shapes == [(4, 256 - 48), *[(4, 1)] * 47]
+    finally:
+        hook.remove()
+    early = whole[0][3:5]
+    ours = samples([early])
+    assert any(len(short) < len(text) for short, text in zip(ours, whole, strict=True))
+    with harness._quiet():
+        from lm_eval.evaluator import evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        stock = HFLM(pretrained=tiny.model, tokenizer=tiny.tokenizer, backend="causal", max_length=256, batch_size=2)
+        alone = evaluate(lm=stock, task_dict=task.loaded, bootstrap_iters=0, log_samples=True)
+    assert ours == [sample["resps"][0][0] for sample in alone["samples"]["squad_completion"]]
+
+
 def test_room_to_write_is_asked_for(tiny, tmp_path):
     with pytest.raises(DataError, match="write up to 48 tokens; a request holds 48") as caught:
         measure(squad(tmp_path, ["a"]), tiny)

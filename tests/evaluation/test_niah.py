@@ -7,8 +7,9 @@ from lapcli.data.builtin import heldout_builtin_text
 from lapcli.data.documents import Document
 from lapcli.data.recall import RULER_NOISE
 from lapcli.errors import DataError, ModelError, UsageError
+from lapcli.evaluation.decoding import Writing, write_greedily
 from lapcli.evaluation.niah import Haystack, make_prompts, measure_niah, noise_documents
-from lapcli.evaluation.scoring import Request, greedy_continuations, score
+from lapcli.evaluation.scoring import Request, score
 from lapcli.evaluation.settings import EvaluationSettings
 from lapcli.reporting import SilentReporter
 from lapcli.testing.models import byte_tokenizer
@@ -172,7 +173,8 @@ def test_forced_scores_are_those_of_greedy_decoding(tiny):
     """Half of the answers are what the model says, half differ in one token, so that both outcomes occur."""
     haystack = Haystack(PROSE, tiny.tokenizer)
     prompts = prompts_of(haystack, tiny.tokenizer, 420, samples=6)
-    said = greedy_continuations(tiny, [prompt.tokens for prompt in prompts], new_tokens=8, batch_size=6)
+    writings = [Writing(prompt.tokens, 8) for prompt in prompts]
+    said = write_greedily(tiny, writings, batch_size=6, reporter=SilentReporter(), description="")
     for number, answer in enumerate(said):
         if number % 2:
             answer[number] = (answer[number] + 1) % 259

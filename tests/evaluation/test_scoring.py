@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lapcli.errors import ModelError
-from lapcli.evaluation.scoring import LoadedModel, Request, greedy_continuations, score
+from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.reporting import SilentReporter
 from lapcli.testing.models import byte_tokenizer
@@ -68,36 +68,6 @@ def test_padding_changes_nothing_in_recurrent_models(tmp_path, model_type):
     assert [answer.log_probability for answer in together] == pytest.approx(
         [answer.log_probability for answer in alone], rel=1e-5, abs=1e-4
     )
-
-
-def test_greedy_means_that_decoding_gives_these_tokens(tiny):
-    rng = random.Random(8)
-    prompts = [[rng.randrange(3, 259) for _ in range(length)] for length in (5, 17, 33, 12, 40, 7)]
-    answers = greedy_continuations(tiny, prompts, new_tokens=6, batch_size=4)
-    wrong = [answer.copy() for answer in answers]
-    for number, answer in enumerate(wrong):
-        place = number % 6
-        answer[place] = 3 if answer[place] != 3 else 4
-    right = run(tiny, [Request(prompt + answer, 6) for prompt, answer in zip(prompts, answers, strict=True)])
-    broken = run(tiny, [Request(prompt + answer, 6) for prompt, answer in zip(prompts, wrong, strict=True)])
-    assert [answer.greedy for answer in right] == [True] * 6
-    assert [answer.greedy for answer in broken] == [False] * 6
-
-
-def test_continuations_do_not_depend_on_the_batch_or_on_generation_defaults(tiny):
-    prompts = [[10, 20, 30], [40, 50, 60, 70, 80], [90]]
-    alone = [greedy_continuations(tiny, [prompt], new_tokens=4, batch_size=1)[0] for prompt in prompts]
-    saved = tiny.model.generation_config
-    try:
-        tiny.model.generation_config = type(saved)(
-            do_sample=True, temperature=9.0, max_new_tokens=1, eos_token_id=[*range(259)]
-        )
-        together = greedy_continuations(tiny, prompts, new_tokens=4, batch_size=3)
-        assert tiny.model.generation_config.temperature == 9.0
-    finally:
-        tiny.model.generation_config = saved
-    assert together == alone
-    assert all(len(answer) == 4 for answer in together)
 
 
 def test_uniform_logits_cost_the_log_of_the_vocabulary(uniform):

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from lapcli.evaluation.decoding import Writing, write_greedily
 from lapcli.evaluation.run import evaluate
-from lapcli.evaluation.scoring import LoadedModel, Request, greedy_continuations, score
+from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.evaluation.settings import EvaluationSettings
 from lapcli.families.loading import load_model, load_tokenizer, resolve_model
 from lapcli.reporting import SilentReporter
@@ -17,8 +18,13 @@ def test_a_gpu_scores_and_continues_as_the_cpu_does(tiny, tiny_folder):
     source = resolve_model(str(tiny_folder))
     loaded = LoadedModel(load_model(source, device="cuda"), load_tokenizer(source), "tiny")
     prompts = [list(range(10, 10 + length)) for length in (5, 60, 33)]
-    said = greedy_continuations(tiny, prompts, new_tokens=5, batch_size=3)
-    assert greedy_continuations(loaded, prompts, new_tokens=5, batch_size=3) == said
+    said, on_gpu = (
+        write_greedily(
+            model, [Writing(prompt, 5) for prompt in prompts], batch_size=3, reporter=SilentReporter(), description=""
+        )
+        for model in (tiny, loaded)
+    )
+    assert on_gpu == said
     requests = [Request(prompt + answer, 5) for prompt, answer in zip(prompts, said, strict=True)]
     here, there = (
         score(model, requests, batch_size=None, reporter=SilentReporter(), description="") for model in (tiny, loaded)
