@@ -1,0 +1,256 @@
+"""Inputs for decode steps and an independent fp64 oracle over whole sequences, for tests and benchmarks.
+
+The oracle never sees a pool, a ring or a step: it filters each sequence with `conv1d` and applies the transition
+matrix of each token.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapkernels.decoding.rows import ConvState
+
+
+@dataclass
+class DeltaStepCase:
+    """Sequences for a delta-family layer, in fp64 on the CPU: what its projections give, and its parameters.
+
+    Attributes:
+        projected: `[B, N, columns]`, one projection's output for N tokens: q, k, v, gate, b, a, lamb side by side.
+        columns: where each of them lies, as (start, shape of its own axes).
+        parameters: `A_log`, `dt_bias`, `norm_weight`: as `delta_step` takes them.
+        options: the settings among its arguments.
+        weight: `[channels, W]` or `None`.
+        bias: `[channels]` or `None`.
+    """
+
+    projected: Tensor
+    columns: dict[str, tuple[int, tuple[int, ...]]]
+    parameters: dict[str, Tensor]
+    options: dict[str, Any]
+    weight: Tensor | None
+    bias: Tensor | None
+    shape: tuple[int, int, int, int] = field(default=(1, 1, 1, 1))
+    """H, HV, K, V."""
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.projected.shape[0]
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DeltaStepCase":
+        """In another dtype or place; A_log and dt_bias stay fp32 or wider, as models keep them."""
+        wide = {torch.float64: torch.float64}.get(dtype or self.projected.dtype, torch.float32)
+        parameters = {
+            name: x.to(device=device, dtype=dtype if name == "norm_weight" else wide)
+            for name, x in self.parameters.items()
+        }
+        moved = [None if x is None else x.to(device=device, dtype=dtype) for x in (self.weight, self.bias)]
+        projected = self.projected.to(device=device, dtype=dtype)
+        return DeltaStepCase(projected, self.columns, parameters, self.options, *moved, self.shape)
+
+    def tokens(self, start: int, stop: int) -> dict[str, Tensor | None]:
+        """The arguments of `delta_step` for tokens `start` to `stop` of each row: views of one tensor."""
+        return self.views(self.projected[:, start:stop])
+
+    def views(self, projected: Tensor) -> dict[str, Tensor | None]:
+        """q, k, v, gate, b, a, lamb of a projection's output `[B, T, columns]`; `b` is always there, maybe `None`."""
+        found: dict[str, Tensor | None] = {"b": None}
+        for name, (start, shape) in self.columns.items():
+            size = torch.Size(shape).numel()
+            found[name] = projected[..., start : start + size].unflatten(-1, shape)
+        return found
+
+    def conv(self, slots: int, tokens: int = 1) -> ConvState | None:
+        """A fresh convolution state, its ring full of NaN: what was never written must never count."""
+        if self.weight is None:
+            return None
+        conv = ConvState.allocate(self.weight, self.bias, slots, tokens=tokens, dtype=self.projected.dtype)
+        conv.inputs.fill_(torch.nan)
+        return conv
+
+    def state(self, slots: int, dtype: torch.dtype | None = None, *, value_major: bool = False) -> Tensor:
+        """A pool of states full of NaN, `[slots, HV, K, V]`; a row at position 0 starts from zero all the same."""
+        _, heads, key_width, value_width = self.shape
+        inner = (value_width, key_width) if value_major else (key_width, value_width)
+        pool = self.projected.new_full((slots, heads, *inner), torch.nan, dtype=dtype)
+        return pool.transpose(-1, -2) if value_major else pool
+
+    def constants(self) -> dict[str, Any]:
+        """Parameters and settings, as `delta_step` takes them."""
+        return {**self.parameters, **self.options}
+
+
+def delta_step_case(
+    *,
+    batch: int = 3,
+    tokens: int = 6,
+    key_heads: int = 2,
+    value_heads: int = 4,
+    key_width: int = 16,
+    value_width: int = 8,
+    decay: str | None = "head",
+    taps: int | None = 4,
+    bias: bool = False,
+    strength: float = 1.0,
+    write: bool = True,
+    feedback: bool = False,
+    gate: str | None = "silu",
+    norm: bool = True,
+    qk_l2norm: bool = True,
+    silu: tuple[bool, bool, bool] = (True, True, True),
+    padding: int = 3,
+    seed: int = 0,
+) -> DeltaStepCase:
+    """Random sequences and parameters of one layer.
+
+    Args:
+        batch: B.
+        tokens: N, tokens of each sequence.
+        key_heads: H.
+        value_heads: HV.
+        key_width: K.
+        value_width: V.
+        decay: `None`, `head`, `channel`, `given` (the log decay itself) or `bounded` (per channel, bounded below).
+        taps: W; `None` for no convolution.
+        bias: whether the convolution has one.
+        strength: factor on the write strength.
+        write: whether the write strength is learned (`b`).
+        feedback: whether there is Q-Delta's lambda.
+        gate: `None`, `silu` or `sigmoid`.
+        norm: whether there is an output norm.
+        qk_l2norm: as in `delta_step`.
+        silu: on q, k, v.
+        padding: unused columns at the end of the projection, so that its rows are not aligned.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    per_channel = decay in ("channel", "bounded")
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": (key_heads, key_width),
+        "k": (key_heads, key_width),
+        "v": (value_heads, value_width),
+    }
+    if gate:
+        shapes["gate"] = (value_heads, value_width)
+    if write:
+        shapes["b"] = (value_heads,)
+    if decay:
+        shapes["a"] = (value_heads, key_width) if per_channel else (value_heads,)
+    if feedback:
+        shapes["lamb"] = (value_heads,)
+    columns, start = {}, 0
+    for name, shape in shapes.items():
+        columns[name] = (start, shape)
+        start += torch.Size(shape).numel()
+    projected = normal(batch, tokens, start + padding)
+    projected[..., start:] = 1e30
+    for name in ("a", "lamb"):
+        if name in columns:
+            begin, shape = columns[name]
+            part = projected[..., begin : begin + torch.Size(shape).numel()]
+            if name == "lamb":
+                part.sigmoid_()
+            elif decay == "given":
+                part.abs_().neg_()
+
+    parameters: dict[str, Tensor] = {}
+    if decay and decay != "given":
+        parameters["A_log"] = normal(value_heads)
+        parameters["dt_bias"] = normal(value_heads, key_width) if per_channel else normal(value_heads)
+    if norm:
+        parameters["norm_weight"] = 1 + 0.3 * normal(value_width)
+    options: dict[str, Any] = {
+        "strength": strength, "qk_l2norm": qk_l2norm, "norm_eps": 1e-5,
+        "silu_q": silu[0], "silu_k": silu[1], "silu_v": silu[2],
+    }  # fmt: skip
+    if gate:
+        options["gate_activation"] = gate
+    if decay == "bounded":
+        options["decay_lower_bound"] = -5.0
+    channels = 2 * key_heads * key_width + value_heads * value_width
+    return DeltaStepCase(
+        projected,
+        columns,
+        parameters,
+        options,
+        None if taps is None else normal(channels, taps) / taps**0.5,
+        normal(channels) if bias else None,
+        (key_heads, value_heads, key_width, value_width),
+    )
+
+
+def filtered(line: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The causal convolution of whole sequences `[B, N, channels]`, in fp64."""
+    if weight is None:
+        return line.double()
+    padded = F.pad(line.double().transpose(1, 2), (weight.shape[1] - 1, 0))
+    bias = None if bias is None else bias.double()
+    return F.conv1d(padded, weight.double().unsqueeze(1), bias, groups=weight.shape[0]).transpose(1, 2)
+
+
+def delta_oracle(case: DeltaStepCase) -> tuple[Tensor, list[Tensor]]:
+    """What the layer gives for whole sequences, in fp64.
+
+    Returns:
+        The outputs `[B, N, HV, V]`, and the states `[B, HV, K, V]` after 0, 1, .., N tokens.
+    """
+    heads, value_heads, width, _ = case.shape
+    seen = {name: None if x is None else x.double() for name, x in case.views(case.projected).items()}
+    q, k, v = seen["q"], seen["k"], seen["v"]
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    options, parameters = case.options, {name: x.double() for name, x in case.parameters.items()}
+    sizes = [x.shape[2] * x.shape[3] for x in (q, k, v)]
+    line = filtered(torch.cat([x.flatten(2) for x in (q, k, v)], dim=2), case.weight, case.bias)
+    parts = []
+    for name, x, like in zip(("q", "k", "v"), line.split(sizes, dim=2), (q, k, v), strict=True):
+        x = x.reshape(like.shape)
+        parts.append(x / (1 + (-x).exp()) if options[f"silu_{name}"] else x)
+    q, k, v = parts
+    if options["qk_l2norm"]:
+        q, k = (x / (x.norm(dim=-1, keepdim=True) ** 2 + 1e-6).sqrt() for x in (q, k))
+    head = torch.arange(value_heads, device=q.device) // (value_heads // heads)
+    q, k = q[:, :, head], k[:, :, head]
+    lamb, b, a = seen.get("lamb"), seen["b"], seen.get("a")
+    x = k if lamb is None else k + lamb[..., None] * q
+    beta = torch.full(v.shape[:3], options["strength"], dtype=torch.float64, device=v.device)
+    if b is not None:
+        beta = beta / (1 + (-b).exp())
+    log_decay = torch.zeros_like(k)
+    if a is not None:
+        if "A_log" in parameters:
+            shifted = a + parameters["dt_bias"]
+            rate = parameters["A_log"].exp()
+            rate = rate[:, None] if a.ndim == 4 else rate
+            if "decay_lower_bound" in options:
+                a = options["decay_lower_bound"] / (1 + (-rate * shifted).exp())
+            else:
+                a = -rate * torch.log1p(shifted.exp())
+        log_decay = log_decay + (a if a.ndim == 4 else a[..., None])
+    state = torch.zeros(*v.shape[:1], value_heads, width, v.shape[3], dtype=torch.float64, device=v.device)
+    identity = torch.eye(width, dtype=torch.float64, device=v.device)
+    states, outputs = [state], []
+    for t in range(v.shape[1]):
+        erase = identity - beta[:, t, :, None, None] * k[:, t, :, :, None] * x[:, t, :, None, :]
+        state = erase @ (log_decay[:, t].exp().unsqueeze(-1) * state)
+        state = state + beta[:, t, :, None, None] * k[:, t, :, :, None] * v[:, t, :, None, :]
+        states.append(state)
+        outputs.append((q[:, t, :, None, :] @ state).squeeze(-2) * options.get("scale", width**-0.5))
+    output = torch.stack(outputs, dim=1)
+    if "norm_weight" in parameters:
+        rms = (output.square().mean(-1, keepdim=True) + options["norm_eps"]).sqrt()
+        output = output / rms * parameters["norm_weight"]
+    gate = seen.get("gate")
+    if gate is not None:
+        opened = 1 / (1 + (-gate).exp())
+        output = output * (opened if options["gate_activation"] == "sigmoid" else gate * opened)
+    return output, states
