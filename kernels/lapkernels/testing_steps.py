@@ -4,7 +4,7 @@ The oracle never sees a pool, a ring or a step: it filters each sequence with `c
 matrix of each token.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class DeltaStepCase:
         options: the settings among its arguments.
         weight: `[channels, W]` or `None`.
         bias: `[channels]` or `None`.
+        shape: H, HV, K, V.
     """
 
     projected: Tensor
@@ -33,8 +34,7 @@ class DeltaStepCase:
     options: dict[str, Any]
     weight: Tensor | None
     bias: Tensor | None
-    shape: tuple[int, int, int, int] = field(default=(1, 1, 1, 1))
-    """H, HV, K, V."""
+    shape: tuple[int, int, int, int]
 
     @property
     def batch(self) -> int:
@@ -48,9 +48,9 @@ class DeltaStepCase:
             name: x.to(device=device, dtype=dtype if name == "norm_weight" else wide)
             for name, x in self.parameters.items()
         }
-        moved = [None if x is None else x.to(device=device, dtype=dtype) for x in (self.weight, self.bias)]
+        weight, bias = (None if x is None else x.to(device=device, dtype=dtype) for x in (self.weight, self.bias))
         projected = self.projected.to(device=device, dtype=dtype)
-        return DeltaStepCase(projected, self.columns, parameters, self.options, *moved, self.shape)
+        return replace(self, projected=projected, parameters=parameters, weight=weight, bias=bias)
 
     def tokens(self, start: int, stop: int) -> dict[str, Tensor | None]:
         """The arguments of `delta_step` for tokens `start` to `stop` of each row: views of one tensor."""
