@@ -1,11 +1,14 @@
 """Recover the shipped model, cut by several selectors at several ratios, with several seeds: the tables of
 docs/results.md, from the commands a user would type.
 
-python scripts/recovery_study.py run --work DIR --data SOURCE --books FILE --output FILE [--gpus 2 --workers 26]
+python scripts/recovery_study.py clean FILE OUTPUT
+python scripts/recovery_study.py run --work DIR --data SOURCE --books FILE --output FILE [--gpus 2 --workers 14]
 python scripts/recovery_study.py write FILE
 
-`run` starts `lapcli prune`, `lapcli recover` and `lapcli eval` in processes of their own, `--workers` at a time, and
-writes the file anew after every cell; cells that are in it already are not run again. `write` prints the tables.
+`clean` copies a JSONL of text without the paragraphs that occur in the held-out part of `builtin`, on which models are
+measured afterwards. `run` starts `lapcli prune`, `lapcli recover` and `lapcli eval` in processes of their own,
+`--workers` at a time, and writes the file anew after every cell; cells that are in it already are not run again.
+`write` prints the tables.
 """
 
 import argparse
@@ -154,6 +157,19 @@ class Study:
         sys.stderr.flush()
 
 
+def clean(source: Path, output: Path) -> str:
+    """Write a JSONL without what is held out of `builtin`; one line about it."""
+    from lapcli.data.builtin import heldout_builtin_text
+    from lapcli.data.overlap import HeldOutIndex
+
+    index = HeldOutIndex(document.text for document in heldout_builtin_text())
+    with source.open(encoding="utf-8") as lines:
+        cleaned = [index.clean(json.loads(line)["text"]) for line in lines]
+    kept = [each.text for each in cleaned if each.text.strip()]
+    output.write_text("".join(json.dumps({"text": text}) + "\n" for text in kept), encoding="utf-8")
+    return f"{output}: {len(kept)} texts, {sum(each.dropped for each in cleaned)} paragraphs taken out\n"
+
+
 def write(path: Path) -> str:
     """The tables as Markdown: before and after every recovery, means and standard deviations over seeds."""
     found: dict[str, Any] = json.loads(path.read_text())
@@ -223,9 +239,15 @@ def main() -> None:
     run.add_argument("--workers", type=int, default=1)
     shown = commands.add_parser("write", help="print the tables")
     shown.add_argument("file", type=Path)
+    cleaned = commands.add_parser("clean", help="take out what is held out of `builtin`")
+    cleaned.add_argument("source", type=Path)
+    cleaned.add_argument("output", type=Path)
     options = parser.parse_args()
     if options.command == "write":
         sys.stdout.write(write(options.file))
+        return
+    if options.command == "clean":
+        sys.stdout.write(clean(options.source, options.output))
         return
     Study(options).run()
 
