@@ -1,0 +1,409 @@
+"""The decode engine: a stock checkpoint, a pool of row states, steps that read them once and write them once."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lapcli.errors import ModelError, UsageError
+from lapcli.runtime.plans import Plan, Room, make_plan, why_no_plan
+from lapcli.runtime.pools import Slots
+from lapcli.runtime.sampling import Mode
+from lapcli.runtime.settings import DecodePath, Event, GenerationSettings
+from lapcli.runtime.steps import Steps
+
+KERNELS = ("auto", "reference", "chunked", "triton", "fla")
+"""What `--kernel` may say here: `reference` and `triton` choose the state's step, the others the prefill's kernel."""
+PREFILL_TOKENS = 8192
+"""Tokens of a piece of a prompt: more would not run faster, and take memory for activations."""
+DEFAULT_LENGTH = 4096
+
+
+class Prefilled(NamedTuple):
+    """A row that can be continued.
+
+    Attributes:
+        slot: where its state lies.
+        logits: `[vocabulary]`, of the token after the prompt.
+    """
+
+    slot: int
+    logits: Tensor
+
+
+class Engine:
+    """Decodes rows that come and go, each in a slot of a pool.
+
+    `Engine.load` and `Engine.from_config` make one; `prefill`, `step` and `release` work by hand, `decode` runs many
+    steps without waiting for the host, and `generate` (or `lapcli.runtime.batch.Batch`) does all of it.
+
+    Args:
+        model: a language model in eval mode; its projections become views of fused ones.
+        max_rows: the most rows at once.
+        max_length: the most tokens of a row, where the model has attention layers; others have no limit.
+        kernel: see `KERNELS`.
+        state_dtype: of recurrent states: fp32, or bf16 to halve them. fp64 models have fp64.
+        graphs: whether to capture CUDA graphs; default: on a CUDA device.
+
+    Attributes:
+        path: what runs a step.
+        device: where.
+        dtype: of weights and activations.
+        vocabulary: token ids that have logits.
+
+    Raises:
+        ModelError: a kernel asked for by name cannot run here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_rows: int = 1,
+        max_length: int | None = None,
+        kernel: str = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        graphs: bool | None = None,
+    ):
+        if max_rows < 1:
+            raise UsageError(f"max_rows = {max_rows}: an engine has room for 1 row at least")
+        self.model = model
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.max_rows = max_rows
+        self.max_length = max_length or longest_row(model.config)
+        on_gpu = self.device.type == "cuda"
+        graphs = on_gpu if graphs is None else graphs
+        if graphs and not on_gpu:
+            raise UsageError(f"CUDA graphs need a CUDA device; the model is on {self.device}")
+        state_dtype = torch.float64 if self.dtype == torch.float64 else state_dtype
+        impl = kernel if kernel in ("reference", "triton") else "auto"
+        room = Room(max_rows, self.max_length, state_dtype, impl)
+        why = why_no_plan(model)
+        if why is not None:
+            raise ModelError(f"no fused step: {why}")
+        self.plan: Plan = make_plan(model, room)
+        self.path = DecodePath("fused", state_kernel(self.device, impl), graphs, "")
+        self.slots = Slots(max_rows)
+        self.steps = Steps(self.plan, max_rows, max_rows, self.device, capture=graphs)
+        self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+
+    @classmethod
+    def load(
+        cls,
+        model: Any,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        kernel: str = "auto",
+        *,
+        trust_remote_code: bool = False,
+        **room: Any,
+    ) -> "Engine":
+        """Load a checkpoint.
+
+        Args:
+            model: what the command line takes (a directory, a hub id, `demo:NAME`), or a resolved `ModelSource`.
+            device: where.
+            dtype: of weights and activations.
+            kernel: see `KERNELS`.
+            trust_remote_code: whether code in the model's directory may run.
+            room: `max_rows`, `max_length`, `state_dtype`, `graphs` of the engine.
+
+        Raises:
+            ModelError: the model cannot be loaded or decoded here.
+        """
+        from lapcli.families.loading import ModelSource, load_model, resolve_model
+
+        source = model if isinstance(model, ModelSource) else resolve_model(str(model))
+        loaded = load_model(
+            source, device=device, dtype=dtype, kernel=prefill_kernel(kernel), trust_remote_code=trust_remote_code
+        )
+        return cls(loaded, kernel=kernel, **room)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        kernel: str = "auto",
+        **room: Any,
+    ) -> "Engine":
+        """Make an engine with random weights, without a checkpoint: what it costs does not depend on their values.
+
+        Args:
+            config: the document of a `config.json`, with its `model_type`.
+            device: where the weights are drawn.
+            dtype: of weights and activations.
+            seed: of the weights.
+            kernel: see `KERNELS`.
+            room: `max_rows`, `max_length`, `state_dtype`, `graphs` of the engine.
+
+        Raises:
+            ModelError: neither lapcli nor transformers knows the type.
+        """
+        from lapcli.runtime.random_models import random_model
+
+        model = random_model(config, device=torch.device(device), dtype=dtype, seed=seed)
+        if hasattr(model, "set_kernel"):
+            model.set_kernel(prefill_kernel(kernel))
+        return cls(model, kernel=kernel, **room)
+
+    @torch.no_grad()
+    def prefill(self, tokens: Sequence[int], slot: int | None = None, *, piece: int = PREFILL_TOKENS) -> Prefilled:
+        """Run a prompt and keep its state.
+
+        Args:
+            tokens: of the prompt, at least one.
+            slot: a row that these tokens continue; `None` for a new row.
+            piece: tokens a forward pass; more come in several.
+
+        Returns:
+            The row's slot, and the logits after its last token.
+
+        Raises:
+            ModelError: no slot is free, or the row would be longer than `max_length`.
+            UsageError: there is no token, or one is not in the vocabulary.
+        """
+        return self.prefill_rows([tokens], None if slot is None else [slot], piece=piece)[0]
+
+    @torch.no_grad()
+    def prefill_rows(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int] | None = None, *, piece: int = PREFILL_TOKENS
+    ) -> list[Prefilled]:
+        """Run several prompts; new rows of one length go through the model together.
+
+        Arguments, results and errors are those of `prefill`, for each row.
+        """
+        for tokens in prompts:
+            self._check_tokens(tokens)
+        if slots is not None:
+            self.slots.check(slots)
+            held = [self.slots.positions[slot] for slot in slots]
+            self._check_lengths([at + len(tokens) for at, tokens in zip(held, prompts, strict=True)])
+            return [
+                self._run([tokens], self.plan.prefiller.restore(slot, at), [slot], at, piece)[0]
+                for tokens, slot, at in zip(prompts, slots, held, strict=True)
+            ]
+        self._check_lengths([len(tokens) for tokens in prompts])
+        if len(prompts) > self.slots.free:
+            raise ModelError(
+                f"{len(prompts)} new rows, and {self.slots.free} of {self.max_rows} slots are free",
+                "release rows, or make the engine with more max_rows",
+            )
+        found: dict[int, Prefilled] = {}
+        for length in {len(tokens): None for tokens in prompts}:
+            alike = [number for number, tokens in enumerate(prompts) if len(tokens) == length]
+            most = max(1, piece // length)
+            for start in range(0, len(alike), most):
+                group = alike[start : start + most]
+                taken = [self.slots.take() for _ in group]
+                try:
+                    done = self._run([prompts[n] for n in group], self.plan.prefiller.cache(), taken, 0, piece)
+                except BaseException:
+                    for slot in taken:
+                        self.slots.give_back(slot)
+                    raise
+                found.update(zip(group, done, strict=True))
+        return [found[number] for number in range(len(prompts))]
+
+    def _run(
+        self, prompts: Sequence[Sequence[int]], cache: Any, slots: Sequence[int], seen: int, piece: int
+    ) -> list[Prefilled]:
+        """Run prompts of one length on from a cache, and move what it holds into their slots."""
+        tokens = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
+        logits = None
+        for part in tokens.split(piece, dim=1):
+            logits = self.plan.prefiller.forward(part, cache)
+        assert logits is not None
+        for row, slot in enumerate(slots):
+            self.slots.positions[slot] = seen + tokens.shape[1]
+            self.plan.prefiller.store(cache, row, slot, seen + tokens.shape[1])
+        return [Prefilled(slot, logits[row]) for row, slot in enumerate(slots)]
+
+    def occupy(self, rows: int, position: int) -> list[int]:
+        """Take slots for rows that pretend to have seen `position` tokens, all states zero: for measuring steps.
+
+        Raises:
+            ModelError: too few slots are free, or the rows would be longer than `max_length`.
+        """
+        self._check_lengths([position])
+        taken = [self.slots.take() for _ in range(rows)]
+        for slot in taken:
+            self.slots.positions[slot] = position
+            for pool in self.plan.pools():
+                for tensor in pool.tensors():
+                    tensor[slot].zero_()
+        return taken
+
+    @torch.no_grad()
+    def step(self, tokens: Sequence[int] | Tensor, slots: Sequence[int] | None = None) -> Tensor:
+        """Take one token of each row in.
+
+        Args:
+            tokens: `[B]`, one for each of `slots`.
+            slots: the rows, each once; default: all, in the order of their slots.
+
+        Returns:
+            Logits `[B, vocabulary]`, in the dtype that the model gives them; valid until the next step.
+
+        Raises:
+            ModelError: a slot holds no row, or the row has no room left.
+            UsageError: there are not as many tokens as rows, or a row twice.
+        """
+        slots = sorted(self.slots.positions) if slots is None else list(slots)
+        self._ready(tokens, slots, 1)
+        logits = self.steps.run(len(slots), "logits", longest=self._longest(slots))
+        for slot in slots:
+            self.slots.positions[slot] += 1
+        return logits
+
+    @torch.no_grad()
+    def decode(
+        self, tokens: Sequence[int] | Tensor, steps: int, slots: Sequence[int] | None = None, mode: Mode = "greedy"
+    ) -> Tensor:
+        """Run many steps, each on the tokens that the one before chose, without waiting for the host.
+
+        Args:
+            tokens: `[B]`, the first tokens to take in.
+            steps: how many.
+            slots: the rows; default: all.
+            mode: how tokens are chosen; other than `greedy` reads `steps.choices`.
+
+        Returns:
+            The tokens chosen, `[steps, B]`, on the device.
+
+        Raises:
+            ModelError: a slot holds no row, or a row has no room for so many steps.
+            UsageError: there are not as many tokens as rows, a row twice, or `mode` chooses nothing.
+        """
+        if mode == "logits":
+            raise UsageError("decode chooses tokens: greedy, draw or filtered")
+        slots = sorted(self.slots.positions) if slots is None else list(slots)
+        self._ready(tokens, slots, steps)
+        found = torch.empty(steps, len(slots), dtype=torch.int64, device=self.device)
+        for number in range(steps):
+            self.steps.run(len(slots), mode, longest=self._longest(slots))
+            found[number] = self.steps.tokens[: len(slots)]
+            for slot in slots:
+                self.slots.positions[slot] += 1
+        return found
+
+    def release(self, slot: int) -> None:
+        """End a row; its slot may be taken again, and nothing of it remains for the next.
+
+        Raises:
+            ModelError: the slot holds no row.
+        """
+        self.slots.give_back(slot)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings | Sequence[GenerationSettings],
+        tokenizer: Any = None,
+    ) -> Iterator[Event]:
+        """Continue prompts, as many at once as there is room for, and yield what comes as it comes.
+
+        Args:
+            prompts: token ids of each.
+            settings: of all, or of each.
+            tokenizer: for text and stop texts.
+
+        Yields:
+            Events; the last one of each row says why it ended.
+
+        Raises:
+            ModelError: a prompt does not fit.
+            UsageError: a prompt is empty, or a stop text is given without a tokenizer.
+        """
+        from lapcli.runtime.batch import Batch
+
+        batch = Batch(self, tokenizer)
+        each = [settings] * len(prompts) if isinstance(settings, GenerationSettings) else list(settings)
+        for tokens, wanted in zip(prompts, each, strict=True):
+            batch.add(tokens, wanted)
+        while batch.unfinished:
+            yield from batch.advance()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes on the device: `weights`, `states`, `convolutions` and `attention`, the last three for all slots."""
+        weights = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (*self.model.parameters(), *self.model.buffers())
+        }
+        recurrent = self.plan.recurrent.values()
+        return {
+            "weights": sum(weights.values()),
+            "states": sum(pool.state.nbytes for pool in recurrent),
+            "convolutions": sum(pool.inputs.nbytes for pool in recurrent),
+            "attention": sum(tensor.nbytes for pool in self.plan.attention.values() for tensor in pool.tensors()),
+        }
+
+    @property
+    def limited(self) -> bool:
+        """Whether a row may have `max_length` tokens at most."""
+        return bool(self.plan.attention)
+
+    def check_prompt(self, tokens: Sequence[int]) -> None:
+        """Refuse a prompt that cannot become a row.
+
+        Raises:
+            UsageError: it has no token, or one that is not in the vocabulary.
+            ModelError: it is longer than a row may be.
+        """
+        self._check_tokens(tokens)
+        self._check_lengths([len(tokens)])
+
+    def _longest(self, slots: Sequence[int]) -> int:
+        return max(self.slots.positions[slot] for slot in slots) + 1
+
+    def _ready(self, tokens: Sequence[int] | Tensor, slots: Sequence[int], steps: int) -> None:
+        """Check the rows of a step and say them to the device."""
+        if len(tokens) != len(slots):
+            raise UsageError(f"{len(tokens)} tokens for {len(slots)} rows; each row takes one")
+        if len(set(slots)) != len(slots):
+            raise UsageError("a row is in the step twice")
+        self.slots.check(slots)
+        positions = [self.slots.positions[slot] for slot in slots]
+        self._check_lengths([position + steps for position in positions])
+        self.steps.set_rows(tokens, slots, positions)
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        longest = max(lengths, default=0)
+        if self.limited and longest > self.max_length:
+            raise ModelError(
+                f"a row of {longest} tokens; the attention layers have room for {self.max_length}",
+                "shorten the prompt, or make the engine with a larger max_length",
+            )
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            raise UsageError("a prompt without a token; it takes one at least (a BOS token, say)")
+        if not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
+            raise UsageError(
+                f"a prompt has the token ids {min(tokens)} to {max(tokens)}; the model embeds 0 to "
+                f"{self.vocabulary - 1}"
+            )
+
+
+def longest_row(config: Any) -> int:
+    """Tokens of a row where nobody says: what the model was made for, at most `DEFAULT_LENGTH`."""
+    made_for = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(DEFAULT_LENGTH, made_for) if isinstance(made_for, int) and made_for > 1 else DEFAULT_LENGTH
+
+
+def prefill_kernel(kernel: str) -> str:
+    """What of `--kernel` is for the prefill of lapcli's own models."""
+    return "auto" if kernel == "triton" else kernel
+
+
+def state_kernel(device: torch.device, impl: str) -> str:
+    """What runs the step of a state on a device."""
+    from lapkernels._triton import kernels_can_run
+
+    if impl != "auto":
+        return impl
+    return "triton" if device.type == "cuda" and kernels_can_run(device) else "reference"

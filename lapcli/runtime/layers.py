@@ -1,0 +1,229 @@
+"""The parts of a decoding step, each written once: what reads a row's state, and what does not.
+
+Each part is called with hidden states `[B, D]`, one token a row, and returns `[B, D]`. Nothing here waits for the
+device or looks at a value, so that a whole step can be captured in a CUDA graph.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lapcli.models.precision import widened
+from lapcli.runtime.pools import RecurrentPool
+from lapkernels.delta_step import ConvState, delta_step
+
+_ALIGN = 64
+"""Rows of a fused projection are padded to a multiple of this, so that its results are aligned in memory."""
+
+
+@dataclass
+class Rows:
+    """Which rows a step is for.
+
+    Attributes:
+        slots: `[B]`, int32, where each row's state lies; negative for a row that is only padding.
+        positions: `[B]`, int64, tokens that each row has seen before this one.
+        spare: the slot of an attention pool that padding rows write to.
+        longest: tokens of the longest row, this one counted, where the host knows it; else `None`.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    spare: int
+    longest: int | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def places(self) -> Tensor:
+        """`[B]`, int64, the slots of an attention pool."""
+        if "places" not in self.kept:
+            self.kept["places"] = torch.where(self.slots < 0, self.spare, self.slots).long()
+        return self.kept["places"]
+
+
+class Part(Protocol):
+    """Something between two norms."""
+
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """`[B, D]` to `[B, D]`."""
+        ...
+
+
+class Norm:
+    """`x / rms(x) * weight`, summed in fp32, with a residual addition before it.
+
+    Args:
+        weight: `[D]`.
+        eps: added to the mean square.
+        centred: whether the weight is what is added to 1.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, *, centred: bool = False):
+        # In fp32 once: the sum with 1 would lose digits in bf16, and no kernel should widen it each time.
+        self.weight = widened(weight.detach()) + (1.0 if centred else 0.0)
+        self.eps = eps
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Normalise `[..., D]`, into `dtype`."""
+        return F.rms_norm(widened(x), self.weight.shape, self.weight, self.eps).to(dtype)
+
+    def after(self, x: Tensor, change: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`x + change`, and its norm in `dtype`."""
+        x = x + change
+        return x, self(x, dtype)
+
+
+def fused(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """The weights of linear layers of one input below each other, as one matrix; the layers become views of it.
+
+    Args:
+        linears: layers of one input; either all or none has a bias.
+
+    Returns:
+        `[rows of all, up to a multiple, D]`, the padding zero, and the bias likewise.
+    """
+    weights = [linear.weight for linear in linears]
+    counts = [len(weight) for weight in weights]
+    total = -(-sum(counts) // _ALIGN) * _ALIGN
+    whole = weights[0].new_zeros(total, weights[0].shape[1])
+    bias = None if linears[0].bias is None else weights[0].new_zeros(total)
+    start = 0
+    for linear, count in zip(linears, counts, strict=True):
+        part = slice(start, start + count)
+        whole[part].copy_(linear.weight.detach())
+        linear.weight.data = whole[part]
+        if bias is not None:
+            bias[part].copy_(linear.bias.detach())
+            linear.bias.data = bias[part]
+        start += count
+    return whole, bias
+
+
+class DeltaHeads(NamedTuple):
+    """How the output of a fused projection `[q, k, v, gate, b, a, padding]` divides."""
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Channels of q, k and v."""
+        keys = self.key_heads * self.key_width
+        return keys, keys, self.value_heads * self.value_width
+
+
+class DeltaMixer:
+    """A (gated) delta rule layer: one product for everything that reads the input, one fused step, one product.
+
+    Args:
+        pool: where the states lie.
+        heads: of the layer.
+        weight: `[q, k, v, gate if any, b if any, a if any, padding]` below each other, `[rows, D]`.
+        output: the output projection.
+        taps: `[channels, W]` of the convolution over [q, k, v]; `None` for none.
+        norm_weight: `[V]`, of the output norm.
+        norm_eps: of it.
+        gate_activation: `silu`, `sigmoid`, or `None` where the output is not gated.
+        learned_strength: whether there is a `b`; else the write strength is constant.
+        decay: `A_log` and `dt_bias`, `[HV]` each, or `None` for a state that does not decay.
+        strength: factor on the write strength.
+        silu: whether SiLU follows the convolution of q and k.
+        impl: which `delta_step`.
+    """
+
+    def __init__(
+        self,
+        pool: RecurrentPool,
+        heads: DeltaHeads,
+        weight: Tensor,
+        output: nn.Linear,
+        *,
+        taps: Tensor | None,
+        norm_weight: Tensor,
+        norm_eps: float,
+        gate_activation: str | None,
+        learned_strength: bool = True,
+        decay: tuple[Tensor, Tensor] | None,
+        strength: float = 1.0,
+        silu: bool = True,
+        impl: str = "auto",
+    ):
+        self.pool, self.heads, self.weight, self.output = pool, heads, weight, output
+        self.convolution = None if taps is None else ConvState(taps, None, pool.inputs)
+        self.norm_weight, self.norm_eps = norm_weight, norm_eps
+        self.gate_activation, self.decay, self.strength, self.silu = gate_activation, decay, strength, silu
+        self.impl = impl
+        counts = (gate_activation is not None, learned_strength, decay is not None)
+        widths = (heads.sizes[2], heads.value_heads, heads.value_heads)
+        sizes = [*heads.sizes, *(width if there else 0 for there, width in zip(counts, widths, strict=True))]
+        self.sizes = [*sizes, len(weight) - sum(sizes)]
+
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Take one token of each row in, write its state, read it."""
+        heads = self.heads
+        projected = F.linear(hidden, self.weight).unsqueeze(1)
+        q, k, v, gate, b, a, _ = projected.split(self.sizes, dim=-1)
+        values = (heads.value_heads, heads.value_width)
+        mixed = delta_step(
+            q.unflatten(-1, (heads.key_heads, heads.key_width)),
+            k.unflatten(-1, (heads.key_heads, heads.key_width)),
+            v.unflatten(-1, values),
+            self.pool.state,
+            b=b if b.shape[-1] else None,
+            a=a if self.decay else None,
+            A_log=self.decay[0] if self.decay else None,
+            dt_bias=self.decay[1] if self.decay else None,
+            conv=self.convolution,
+            position=rows.positions,
+            slots=rows.slots,
+            gate=gate.unflatten(-1, values) if self.gate_activation else None,
+            norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps,
+            gate_activation=self.gate_activation or "silu",
+            strength=self.strength,
+            silu_q=self.silu,
+            silu_k=self.silu,
+            impl=self.impl,
+        )
+        return self.output(mixed.flatten(2).squeeze(1))
+
+
+class GatedMlp:
+    """`down(SiLU(gate(x)) * up(x))` with one product for gate and up.
+
+    Args:
+        gate: the projection whose output goes through SiLU.
+        up: the other.
+        down: back to D.
+    """
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear):
+        self.width, self.down = gate.out_features, down
+        self.weight, self.bias = fused((gate, up))
+
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """`[B, D]` to the same."""
+        inner = F.linear(hidden, self.weight, self.bias)
+        return self.down(F.silu(inner[:, : self.width]) * inner[:, self.width : 2 * self.width])
+
+
+class LibraryModule:
+    """A module of the library's own that keeps nothing between tokens (experts, an unusual MLP), as it is.
+
+    Args:
+        module: from `[B, 1, D]` to the same, or to a tuple that begins with it.
+    """
+
+    def __init__(self, module: Callable[..., Any]):
+        self.module = module
+
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """`[B, D]` to the same."""
+        found = self.module(hidden.unsqueeze(1))
+        return (found[0] if isinstance(found, tuple) else found).squeeze(1)

@@ -1,0 +1,121 @@
+"""From a model in memory to its decoding step: which parts follow which, and where each layer's state lies."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapcli.errors import ModelError
+from lapcli.runtime.layers import Norm, Part, Rows
+from lapcli.runtime.pools import AttentionPool, RecurrentPool
+from lapcli.runtime.prefill import Prefiller
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a plan's pools are made for.
+
+    Attributes:
+        rows: slots.
+        length: tokens of an attention layer's slot.
+        state_dtype: of recurrent states.
+        impl: which implementation of the state's step: `auto`, `reference` or `triton`.
+    """
+
+    rows: int
+    length: int
+    state_dtype: torch.dtype
+    impl: str = "auto"
+
+
+@dataclass
+class Sublayer:
+    """`x + scale * after(part(norm(x)))`; either norm may be missing."""
+
+    part: Part
+    norm: Norm | None
+    after: Norm | None = None
+    scale: float = 1.0
+
+
+@dataclass
+class Plan:
+    """A model's step.
+
+    Attributes:
+        embed: tokens `[B]` to `[B, D]`.
+        sublayers: what follows, in order.
+        final: the last norm.
+        head: `[B, D]` to logits.
+        prefiller: the model's own forward pass.
+        recurrent: the pools of layers with a state, by layer.
+        attention: the pools of layers with keys and values, by layer.
+        residual_dtype: of the stream between sublayers; `None` for the embedding's.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    sublayers: list[Sublayer]
+    final: Norm
+    head: Callable[[Tensor], Tensor]
+    prefiller: Prefiller
+    recurrent: dict[int, RecurrentPool]
+    attention: dict[int, AttentionPool] = field(default_factory=dict)
+    residual_dtype: torch.dtype | None = None
+
+    def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
+        """One step: tokens `[B]` to logits `[B, vocabulary]`."""
+        x = self.embed(tokens)
+        dtype = x.dtype
+        x = x if self.residual_dtype is None else x.to(self.residual_dtype)
+        change: Tensor | None = None
+        for sub in self.sublayers:
+            x, hidden = _normed(x, change, sub.norm, dtype)
+            change = sub.part(hidden, rows)
+            if sub.after is not None:
+                change = sub.after(change, dtype)
+            if sub.scale != 1.0:
+                change = change * sub.scale
+        _, hidden = _normed(x, change, self.final, dtype)
+        return self.head(hidden)
+
+    def pools(self) -> list[RecurrentPool | AttentionPool]:
+        """All pools."""
+        return [*self.recurrent.values(), *self.attention.values()]
+
+
+def _normed(x: Tensor, change: Tensor | None, norm: Norm | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The stream with what was computed added, and what the next part reads."""
+    if norm is None:
+        x = x if change is None else x + change
+        return x, x.to(dtype)
+    return (x, norm(x, dtype)) if change is None else norm.after(x, change, dtype)
+
+
+def why_no_plan(model: Any) -> str | None:
+    """Why a model's steps cannot be fused, or `None` where they can."""
+    found = _planner(model)
+    return found if isinstance(found, str) else None
+
+
+def make_plan(model: Any, room: Room) -> Plan:
+    """The plan of a model. Its projections become views of fused ones, which changes no value.
+
+    Raises:
+        ModelError: there is none for such a model.
+    """
+    found = _planner(model)
+    if isinstance(found, str):
+        raise ModelError(f"no fused step for this model: {found}")
+    return found(model, room)
+
+
+def _planner(model: Any) -> Callable[[Any, Room], Plan] | str:
+    """What makes the plan of a model, or why nothing does."""
+    from lapcli.models.decoder import RecurrentForCausalLM
+    from lapcli.runtime.own_models import own_plan, why_not_own
+
+    if isinstance(model, RecurrentForCausalLM):
+        return why_not_own(model) or own_plan
+    return f"{type(model).__name__} has no plan"

@@ -1,0 +1,180 @@
+"""What the rows under way keep between steps: one place a slot in tensors that never move."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lapcli.errors import ModelError
+
+
+class RecurrentShape(NamedTuple):
+    """What one slot of a recurrent layer holds.
+
+    Attributes:
+        state: of the matrix states, without the slot: `(HV, K, V)`, or `(H, P, N)` for Mamba-2.
+        channels: of the short convolution; 0 without one.
+        past: inputs that the convolution looks back on, `W - 1`.
+    """
+
+    state: tuple[int, ...]
+    channels: int
+    past: int
+
+
+class RecurrentPool:
+    """States and convolution inputs of one layer.
+
+    Args:
+        shape: of one slot.
+        slots: how many.
+        state_dtype: of the states, fp32 or bf16.
+        input_dtype: of the convolution's inputs, the model's own.
+        device: where.
+        lookahead: tokens that one step may take in; the ring has room for them beside the past.
+
+    Attributes:
+        state: `[slots, *shape.state]`.
+        inputs: `[slots, past + lookahead, channels]`, a ring: that of position `p` is at `p % (past + lookahead)`.
+    """
+
+    def __init__(
+        self,
+        shape: RecurrentShape,
+        slots: int,
+        *,
+        state_dtype: torch.dtype,
+        input_dtype: torch.dtype,
+        device: torch.device,
+        lookahead: int = 1,
+    ):
+        self.shape = shape
+        self.ring = shape.past + lookahead
+        self.state = torch.zeros(slots, *shape.state, dtype=state_dtype, device=device)
+        self.inputs = torch.zeros(slots, self.ring, shape.channels, dtype=input_dtype, device=device)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is kept."""
+        return self.state, self.inputs
+
+    def write(self, slot: int, position: int, state: Tensor, past: Tensor) -> None:
+        """Set a slot to what it is before position `position`, whatever stood there.
+
+        Args:
+            slot: which.
+            position: tokens seen.
+            state: `[*shape.state]`.
+            past: `[past, channels]`, the last inputs; zeros before the first token.
+        """
+        self.state[slot].copy_(state)
+        if self.shape.channels:
+            places = [(position - self.shape.past + index) % self.ring for index in range(self.shape.past)]
+            self.inputs[slot].zero_()
+            self.inputs[slot, places] = past.to(self.inputs.dtype)
+
+    def read(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
+        """A slot's state and its last `past` inputs, as `write` takes them; copies."""
+        places = [(position - self.shape.past + index) % self.ring for index in range(self.shape.past)]
+        return self.state[slot].clone(), self.inputs[slot][places]
+
+
+class AttentionPool:
+    """Keys and values of one attention layer, room for `length` tokens a slot.
+
+    One slot more than asked for takes what padding rows of a step write.
+
+    Args:
+        slots: how many.
+        heads: of keys.
+        length: tokens.
+        key_width: of a key head.
+        value_width: of a value head.
+        dtype: the model's own.
+        device: where.
+
+    Attributes:
+        keys: `[slots + 1, heads, length, key_width]`.
+        values: `[slots + 1, heads, length, value_width]`.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        heads: int,
+        length: int,
+        key_width: int,
+        value_width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.length = length
+        self.keys = torch.zeros(slots + 1, heads, length, key_width, dtype=dtype, device=device)
+        self.values = torch.zeros(slots + 1, heads, length, value_width, dtype=dtype, device=device)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is kept."""
+        return self.keys, self.values
+
+    def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Set the first tokens of a slot: `[heads, tokens, width]` each."""
+        tokens = keys.shape[1]
+        self.keys[slot, :, :tokens] = keys.to(self.keys.dtype)
+        self.values[slot, :, :tokens] = values.to(self.values.dtype)
+
+    def read(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a slot's first `position` tokens, as `write` takes them."""
+        return self.keys[slot, :, :position], self.values[slot, :, :position]
+
+
+class Slots:
+    """Which slots are taken, and how many tokens each has seen.
+
+    Args:
+        count: how many there are.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self.positions: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        """How many can be taken."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """Take one.
+
+        Raises:
+            ModelError: none is free.
+        """
+        if not self._free:
+            raise ModelError(
+                f"all {self.count} rows of the engine are taken", "release one, or make the engine with more max_rows"
+            )
+        slot = self._free.pop()
+        self.positions[slot] = 0
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Let a slot be taken again.
+
+        Raises:
+            ModelError: it is not taken.
+        """
+        self.check((slot,))
+        del self.positions[slot]
+        self._free.append(slot)
+
+    def check(self, slots: Iterable[int]) -> None:
+        """Refuse slots that nobody has taken.
+
+        Raises:
+            ModelError: naming the first.
+        """
+        for slot in slots:
+            if slot not in self.positions:
+                raise ModelError(f"slot {slot} holds no row; rows are in {sorted(self.positions) or 'none'}")

@@ -1,0 +1,128 @@
+"""Prompts go through the model's own forward pass; what it remembers then moves into the pools, or back out of them."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lapcli.models.cache import LayerState, RecurrentCache
+from lapcli.runtime.pools import AttentionPool, RecurrentPool
+
+
+class Prefiller(Protocol):
+    """A model's own forward pass and its own cache."""
+
+    def forward(self, tokens: Tensor, cache: Any) -> Tensor:
+        """Run `[B, T]` tokens on from a cache (`None` for a new row), and return the last logits `[B, vocabulary]`."""
+        ...
+
+    def cache(self) -> Any:
+        """A cache that has seen nothing."""
+        ...
+
+    def store(self, cache: Any, row: int, slot: int, position: int) -> None:
+        """Put one row of a cache, which has seen `position` tokens, into a slot of the pools."""
+        ...
+
+    def restore(self, slot: int, position: int) -> Any:
+        """A cache of one row with what lies in a slot."""
+        ...
+
+
+class OwnPrefiller:
+    """For lapcli's own models.
+
+    Args:
+        model: one of them.
+        recurrent: the pool of each layer.
+    """
+
+    def __init__(self, model: Any, recurrent: Mapping[int, RecurrentPool]):
+        self.model, self.recurrent = model, recurrent
+
+    def cache(self) -> RecurrentCache:
+        """A cache that has seen nothing."""
+        return RecurrentCache()
+
+    def forward(self, tokens: Tensor, cache: RecurrentCache) -> Tensor:
+        """Run tokens on from a cache."""
+        return self.model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    def store(self, cache: RecurrentCache, row: int, slot: int, position: int) -> None:
+        """Put one row of a cache into a slot."""
+        for layer, pool in self.recurrent.items():
+            held = cache.get(layer)
+            assert held is not None
+            past = [part[row] for part in held.convolution]
+            pool.write(slot, position, held.recurrent[row], torch.cat(past, dim=-1) if past else pool.inputs[slot, :0])
+
+    def restore(self, slot: int, position: int) -> RecurrentCache:
+        """A cache of one row with what lies in a slot."""
+        cache = RecurrentCache()
+        for mixer in self.model.mixers():
+            state, past = self.recurrent[mixer.layer_idx].read(slot, position)
+            keys, values = mixer.shape.key_channels, mixer.shape.value_channels
+            parts = past.unsqueeze(0).split([keys, keys, values], dim=-1) if mixer.use_short_conv else ()
+            cache.put(mixer.layer_idx, LayerState(state.unsqueeze(0).to(_wide(self.model.dtype)), tuple(parts)))
+        cache.advance(position)
+        return cache
+
+
+class LibraryPrefiller:
+    """For models of transformers, whose cache holds a list of layers.
+
+    Args:
+        model: one of them.
+        recurrent: the pool of each layer with a state.
+        attention: the pool of each layer with keys and values.
+    """
+
+    def __init__(self, model: Any, recurrent: Mapping[int, RecurrentPool], attention: Mapping[int, AttentionPool]):
+        self.model, self.recurrent, self.attention = model, recurrent, attention
+        self.cache_name = cache_argument(model.forward)
+
+    def cache(self) -> Any:
+        """A cache that has seen nothing."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+
+    def forward(self, tokens: Tensor, cache: Any) -> Tensor:
+        """Run tokens on from a cache."""
+        found = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1, **{self.cache_name: cache})
+        return found.logits[:, -1]
+
+    def store(self, cache: Any, row: int, slot: int, position: int) -> None:
+        """Put one row of a cache into a slot."""
+        for layer, pool in self.recurrent.items():
+            held = cache.layers[layer]
+            past = held.conv_states[0][row].transpose(0, 1)[-pool.shape.past :]
+            pool.write(slot, position, held.recurrent_states[0][row], past)
+        for layer, pool in self.attention.items():
+            held = cache.layers[layer]
+            pool.write(slot, held.keys[row], held.values[row])
+
+    def restore(self, slot: int, position: int) -> Any:
+        """A cache of one row with what lies in a slot."""
+        cache = self.cache()
+        for layer, pool in self.recurrent.items():
+            state, past = pool.read(slot, position)
+            inputs = past.transpose(0, 1).unsqueeze(0)
+            cache.layers[layer].update_conv_state(inputs, conv_kernel_size=pool.shape.past + 1)
+            cache.layers[layer].update_recurrent_state(state.unsqueeze(0))
+        for layer, pool in self.attention.items():
+            keys, values = pool.read(slot, position)
+            cache.layers[layer].update(keys.unsqueeze(0), values.unsqueeze(0))
+        return cache
+
+
+def cache_argument(forward: Any) -> str:
+    """What a library's forward pass calls its cache: transformers 5.24 renamed it."""
+    names = inspect.signature(forward).parameters
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in names), "past_key_values")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,114 @@
+"""One decoding step over static tensors, captured as a CUDA graph for each number of rows."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lapcli.runtime.layers import Rows
+from lapcli.runtime.sampling import Choices, Mode, choose
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of rows that a graph is captured for; fewer rows are filled up."""
+
+Forward = Callable[[Tensor, Rows], Tensor]
+"""Tokens `[B]` and their rows to logits `[B, vocabulary]`."""
+
+
+class Steps:
+    """Runs steps for up to so many rows; on a GPU by replaying a graph.
+
+    Args:
+        forward: the model's step.
+        rows: the most.
+        spare: see `Rows`.
+        device: where.
+        capture: whether to capture graphs; needs a CUDA device.
+
+    Attributes:
+        tokens: `[rows]`, int64: what the next step takes in; a step that chooses tokens leaves them here.
+        slots: `[rows]`, int32; negative for none.
+        positions: `[rows]`, int64; a step that chooses tokens counts them up.
+        choices: how tokens are chosen.
+    """
+
+    def __init__(self, forward: Forward, rows: int, spare: int, device: torch.device, *, capture: bool):
+        self.forward, self.rows, self.spare, self.device, self.capture = forward, rows, spare, device, capture
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.choices = Choices(rows, device)
+        self._graphs: dict[tuple[int, Mode], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._memory = torch.cuda.graph_pool_handle() if capture else None
+
+    def bucket(self, rows: int) -> int:
+        """How many rows a step for `rows` of them runs."""
+        if not self.capture:
+            return rows
+        return next((size for size in BUCKETS if rows <= size <= self.rows), self.rows)
+
+    def set_rows(self, tokens: Sequence[int] | Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Say which rows the next step is for; all others are padding."""
+        count = len(slots)
+        self.slots.fill_(-1)
+        self.positions.zero_()
+        self.slots[:count].copy_(torch.tensor(slots, dtype=torch.int32))
+        self.positions[:count].copy_(torch.tensor(positions, dtype=torch.int64))
+        self.tokens[:count].copy_(torch.as_tensor(tokens))
+
+    def run(self, rows: int, mode: Mode = "logits", *, longest: int | None = None) -> Tensor:
+        """Run one step for the first `rows` rows.
+
+        Args:
+            rows: how many.
+            mode: what the step ends with; except for `logits`, the tokens chosen are in `tokens`, positions are counted
+                up, and the next step may follow at once.
+            longest: tokens of the longest row after this step, where known.
+
+        Returns:
+            Logits `[rows, vocabulary]`, which the next step may overwrite.
+        """
+        if not self.capture:
+            return self._step(rows, mode, longest)[:rows]
+        key = self.bucket(rows), mode
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(*key)
+        graph, logits = self._graphs[key]
+        graph.replay()
+        return logits[:rows]
+
+    def warm_up(self, rows: Sequence[int], modes: Sequence[Mode]) -> None:
+        """Capture what steps of so many rows will need, before any has to wait for it."""
+        if self.capture:
+            for count in rows:
+                for mode in modes:
+                    key = self.bucket(count), mode
+                    if key not in self._graphs:
+                        self._graphs[key] = self._captured(*key)
+
+    def _step(self, rows: int, mode: Mode, longest: int | None = None) -> Tensor:
+        slots, positions = self.slots[:rows], self.positions[:rows]
+        logits = self.forward(self.tokens[:rows], Rows(slots, positions, self.spare, longest))
+        if mode != "logits":
+            positions += slots >= 0
+            self.tokens[:rows] = choose(logits, positions, self.choices, mode)
+        return logits
+
+    def _captured(self, rows: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Capture a step, run before for no row at all, so that kernels are compiled and workspaces are there."""
+        kept = [(tensor, tensor.clone()) for tensor in (self.tokens, self.slots, self.positions)]
+        self.slots.fill_(-1)
+        self.positions.zero_()
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step(rows, mode)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._memory):
+            logits = self._step(rows, mode)
+        for tensor, before in kept:
+            tensor.copy_(before)
+        return graph, logits
