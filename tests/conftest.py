@@ -1,9 +1,12 @@
 """Set before torch is imported: spinning OpenMP threads make small LAPACK calls a hundred times slower on two cores."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What `lapcli doctor` found on this machine is none of a test's business, nor what tests find of the user's.
+os.environ["LAPKERNELS_VERDICTS"] = f"{tempfile.gettempdir()}/lapkernels-tests-{os.getpid()}/verdicts.json"
 
 
 def pytest_addoption(parser):

@@ -3,7 +3,10 @@
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -64,3 +67,37 @@ def kernels_can_run(device: torch.device | None = None) -> bool:
 def is_hopper(index: int = 0) -> bool:
     """Whether CUDA device `index` is an NVIDIA Hopper (compute capability 9)."""
     return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] == 9
+
+
+@contextmanager
+def first_configurations() -> Generator[None]:
+    """Let every autotuner take its first configuration that runs, without a search; those of fla take minutes.
+
+    What a kernel computes does not depend on the configuration, unless a compiler errs. What was tuned before keeps
+    its result, and what comes later is tuned then.
+    """
+    if triton_version() is None:
+        yield
+        return
+    from triton.runtime.autotuner import Autotuner, OutOfResources
+
+    tuned: Any = Autotuner.run
+
+    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = self.configs
+        try:
+            for number in range(len(whole)):
+                self.configs = whole[number : number + 1]
+                try:
+                    return tuned(self, *args, **kwargs)
+                except OutOfResources:
+                    if number == len(whole) - 1:
+                        raise
+        finally:
+            self.configs = whole
+
+    Autotuner.run = first
+    try:
+        yield
+    finally:
+        Autotuner.run = tuned

@@ -6,6 +6,7 @@ that a slip in one of the two shows.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -206,14 +207,38 @@ def output_state_and_gradients(
     }
 
 
-def assert_as_precise(
+class Precision(NamedTuple):
+    """How far one result is from the truth, by one measure.
+
+    Attributes:
+        name: of the result.
+        kind: `largest` entry or `rms`.
+        error: the result's.
+        allowed: what a plain computation in the same dtype may have.
+    """
+
+    name: str
+    kind: str
+    error: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is allowed; a result that is not finite has none that is."""
+        return self.error <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind} error {self.error:.3e}, allowed {self.allowed:.3e}"
+
+
+def precisions(
     actual: dict[str, Tensor],
     truth: dict[str, Tensor],
     yardstick: dict[str, Tensor],
     dtype: torch.dtype,
     terms: int = 1,
-) -> None:
-    """Assert that a result is about as near the truth as a plain computation in the same dtype is.
+) -> list[Precision]:
+    """Hold a result against the truth, and against what a plain computation in the same dtype makes of it.
 
     Allowed is twice the yardstick's own error, and the rounding of `terms` summands as large as the result, which
     grows by their root: both for the largest entry and for the root mean square. Nothing here is set by hand.
@@ -226,19 +251,41 @@ def assert_as_precise(
         terms: how many rounded summands a result has that the plain computation's has not: the chunk length where
             a chunk's products replace steps, 1 where only the result is rounded.
 
+    Returns:
+        Two for each result. The error of one that is not finite is infinite.
+
     Raises:
-        AssertionError: naming the result, its error and what is allowed.
+        AssertionError: names or shapes differ.
     """
     assert actual.keys() == truth.keys() == yardstick.keys(), (actual.keys(), truth.keys(), yardstick.keys())
     eps = torch.finfo(dtype).eps * terms**0.5
+    found: list[Precision] = []
     for name, right in truth.items():
         right = right.detach().double().cpu()
         got, plain = (x[name].detach().double().cpu() for x in (actual, yardstick))
         assert got.shape == right.shape, f"{name}: shape {list(got.shape)}, not {list(right.shape)}"
-        assert bool(got.isfinite().all()), f"{name} is not finite"
+        finite = bool(got.isfinite().all())
         for kind, size in (("largest", _largest), ("rms", _rms)):
-            error, allowed = size(got - right), 2 * size(plain - right) + eps * size(right)
-            assert error <= allowed, f"{name}: {kind} error {error:.3e}, allowed {allowed:.3e}"
+            error = size(got - right) if finite else float("inf")
+            found.append(Precision(name, kind, error, 2 * size(plain - right) + eps * size(right)))
+    return found
+
+
+def assert_as_precise(
+    actual: dict[str, Tensor],
+    truth: dict[str, Tensor],
+    yardstick: dict[str, Tensor],
+    dtype: torch.dtype,
+    terms: int = 1,
+) -> None:
+    """Assert that a result is about as near the truth as a plain computation in the same dtype is; see `precisions`.
+
+    Raises:
+        AssertionError: naming the result, its error and what is allowed.
+    """
+    for found in precisions(actual, truth, yardstick, dtype, terms):
+        assert found.error < float("inf"), f"{found.name} is not finite"
+        assert found.holds, str(found)
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:

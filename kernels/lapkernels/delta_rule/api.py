@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lapkernels import verdicts
 from lapkernels.delta_rule import fla_backend
 from lapkernels.delta_rule.chunked import delta_rule_chunked
 from lapkernels.delta_rule.reference import compute_dtype, delta_rule_reference
@@ -76,6 +77,11 @@ def select_impl(
     ) or fla_backend.why_imprecise(dtype)
     if why is None:
         return Choice("fla", "fla's kernels are right here and the fastest")
+    unsound = why_not(
+        "chunked", device, dtype, key_width=key_width, gated=gated, erasing=erasing, needs_gradient=needs_gradient
+    )
+    if unsound is not None:
+        return Choice("reference", f"one step after the other: {why}; chunks: {unsound}")
     return Choice("chunked", f"matrix products over chunks in PyTorch: {why}")
 
 
@@ -98,12 +104,15 @@ def why_not(
     """
     if impl not in IMPLEMENTATIONS:
         raise InvalidInput(f"impl is '{impl}'; the delta rule has {', '.join(IMPLEMENTATIONS)}")
-    if impl != "fla":
+    if impl in ("auto", "reference"):
         return None
     device = torch.device(device)
-    return fla_backend.why_unavailable(device, dtype, key_width, gated=gated, erasing=erasing) or fla_backend.why_wrong(
-        device, gated=gated or erasing, needs_gradient=needs_gradient
-    )
+    if impl == "fla":
+        return fla_backend.why_unavailable(
+            device, dtype, key_width, gated=gated, erasing=erasing
+        ) or fla_backend.why_wrong(device, gated=gated, erasing=erasing, needs_gradient=needs_gradient)
+    variant = fla_backend.variant_of(gated=gated, erasing=erasing)
+    return verdicts.why_wrong("delta_rule", impl, device, variant=variant, needs_gradient=needs_gradient)
 
 
 def delta_rule(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapkernels import verdicts
 from lapkernels._triton import is_hopper, kernels_can_run, triton_version
 
 WIDEST_KEY = 256
@@ -38,18 +39,25 @@ def why_unavailable(
     return None
 
 
-def why_wrong(device: torch.device, *, gated: bool, needs_gradient: bool) -> str | None:
-    """Why fla would run this call and be wrong, as far as is known, or `None`.
+def why_wrong(device: torch.device, *, gated: bool, needs_gradient: bool, erasing: bool = False) -> str | None:
+    """Why fla would run this call and be wrong, as far as is known or was measured here, or `None`.
 
     Source: fla issue 640; `fla/ops/common/chunk_o.py` raises for the same versions, but only in the backward pass.
     """
     version = triton_version()
-    if version is None or not (gated and needs_gradient and is_hopper(device.index or 0)):
-        return None
-    if (3, 4) <= version < (3, 7, 1) and not _tilelang_takes_over():
+    hopper = (gated or erasing) and needs_gradient and version is not None and is_hopper(device.index or 0)
+    if hopper and version is not None and (3, 4) <= version < (3, 7, 1) and not _tilelang_takes_over():
         shown = ".".join(map(str, version))
         return f"fla's gated backward pass is wrong on Hopper with triton {shown} (3.7.1 or tilelang mends it)"
-    return None
+    variant = variant_of(gated=gated, erasing=erasing)
+    return verdicts.why_wrong("delta_rule", "fla", device, variant=variant, needs_gradient=needs_gradient)
+
+
+def variant_of(*, gated: bool, erasing: bool) -> str:
+    """What a verdict calls the operator with such arguments; each runs another kernel of fla's."""
+    if erasing:
+        return "with an erase direction"
+    return "gated" if gated else "plain"
 
 
 def why_imprecise(dtype: torch.dtype) -> str | None:
