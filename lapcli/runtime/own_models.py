@@ -85,7 +85,7 @@ def _mixer(mixer: DeltaRuleMixer, room: "Room") -> DeltaMixer:
         DeltaHeads(shape.key_heads, shape.value_heads, shape.key_width, shape.value_width),
         weight,
         mixer.o_proj,
-        taps=torch.cat([each.weight.detach().squeeze(1) for each in convolutions]) if convolutions else None,
+        taps=torch.cat([each.filters().detach() for each in convolutions]) if convolutions else None,
         norm_weight=mixer.o_norm.weight.detach(),
         norm_eps=mixer.o_norm.eps,
         gate_activation="silu" if activation == "swish" else activation,

@@ -114,8 +114,9 @@ def make_plan(model: Any, room: Room) -> Plan:
 def _planner(model: Any) -> Callable[[Any, Room], Plan] | str:
     """What makes the plan of a model, or why nothing does."""
     from lapcli.models.decoder import RecurrentForCausalLM
+    from lapcli.runtime.library_models import PLANS, text_config, why_not_library
     from lapcli.runtime.own_models import own_plan, why_not_own
 
     if isinstance(model, RecurrentForCausalLM):
         return why_not_own(model) or own_plan
-    return f"{type(model).__name__} has no plan"
+    return why_not_library(model) or PLANS[text_config(model).model_type]
