@@ -120,11 +120,9 @@ def run(
         "full": full or None, "control": control or None, "validation": validation, "seed": seed,
     }  # fmt: skip
     if tracker:
-        from lapcli.training.trackers import TRACKERS
+        from lapcli.training.trackers import check_trackers
 
-        for name in tracker:
-            if name not in TRACKERS:
-                raise UsageError(f"--tracker {name!r} is none of {', '.join(TRACKERS)}")
+        check_trackers(tracker)
     directory = context.run_directory(run_path)
     settings, student, guide = _request(directory, model, teacher, recipe, given)
 
@@ -134,11 +132,12 @@ def run(
     reporter = display.DisplayReporter(quiet or as_json)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     _check_processes(gpus, device, settings.batch)
+    _check_machine(student, guide, machine, teacher_device, sharding)
+    ours = processes()
     plan = plan_recovery(
         student, guide, settings, directory,
-        restart=restart, trust_remote_code=trust_remote_code, reporter=None if launched() else reporter,
+        restart=restart, trust_remote_code=trust_remote_code, reporter=reporter, processes=ours,
     )  # fmt: skip
-    _check_machine(plan, machine, teacher_device, sharding)
     if dry_run:
         _would_do(plan, as_json)
         return
@@ -161,7 +160,6 @@ def run(
         save_every=save_every,
         sharding=sharding,  # pyright: ignore[reportArgumentType] -- checked above
     )
-    ours = processes()
     options_of_stage: dict[str, Any] = {
         "machine": machine, "teacher_device": teacher_device, "execution": execution, "trackers": tracker or (),
         "reporter": reporter, "processes": ours,
@@ -275,20 +273,22 @@ def _check_processes(gpus: int | None, device: str, batch: int) -> None:
         raise UsageError(f"--device {device}: each of {gpus} processes takes a GPU of its own", "leave --device out")
 
 
-def _check_machine(plan: "RecoveryPlan", machine: Any, teacher_device: str | None, sharding: str) -> None:
+def _check_machine(
+    student: "ModelSource", teacher: "ModelSource | None", machine: Any, teacher_device: str | None, sharding: str
+) -> None:
     """Refuse what cannot run here."""
     from dataclasses import replace
 
     from lapcli.errors import UsageError
     from lapcli.families.registry import family_for
 
-    layers = family_for(plan.student.config).layers(plan.student.config)
-    machine.check(plan.student.config, layers, needs_gradient=True)
-    if teacher_device is not None and plan.teacher is not None:
+    layers = family_for(student.config).layers(student.config)
+    machine.check(student.config, layers, needs_gradient=True)
+    if teacher_device is not None and teacher is not None:
         if sharding == "fsdp":
             raise UsageError("--teacher-device: with --sharding fsdp the teacher is spread as the student is")
         try:
-            replace(machine, device=teacher_device).check(plan.teacher.config)
+            replace(machine, device=teacher_device).check(teacher.config)
         except UsageError as error:
             raise UsageError(error.message.replace("--device", "--teacher-device"), error.hint) from error
 

@@ -72,6 +72,7 @@ def run(
     if plan.recovery is not None:
         from lapcli.stages.recovery import (
             check_recovery,
+            check_text,
             micro_batch,
             note_recovery,
             plan_recovery,
@@ -82,6 +83,7 @@ def run(
         # The base stands in for the slice that is not there yet.
         guide = source if plan.recovery.kl_weight else None
         check_recovery(source, guide, plan.recovery, trust_remote_code=trust_remote_code)
+        check_text(source, plan.recovery, trust_remote_code=trust_remote_code)
         machine.check(source.config, pruning.layers, needs_gradient=True)
     if plan.evaluation is not None:
         from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings

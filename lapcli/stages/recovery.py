@@ -16,7 +16,7 @@ import torch
 
 from lapcli.artifacts import Lineage, RunDirectory, read_document, write_document
 from lapcli.data import check_source, fingerprint, parse_mixture
-from lapcli.errors import ArtifactError, FamilyError, LapcliError, ModelError
+from lapcli.errors import ArtifactError, DataError, FamilyError, LapcliError, ModelError
 from lapcli.families.library_kernels import choose_kernels
 from lapcli.families.loading import load_model, load_tokenizer, skeleton
 from lapcli.families.registry import family_for
@@ -30,7 +30,7 @@ from lapcli.stages.evaluation_file import forget_stale
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage
 from lapcli.training.adapters import AdapterPlan, apply_adapters, plan_adapters, save_adapter, trained_state
 from lapcli.training.card import recovery_card
-from lapcli.training.checkpoints import latest_step
+from lapcli.training.checkpoints import Checkpoint, Checkpoints, latest_step
 from lapcli.training.curve import Curve
 from lapcli.training.distillation import align_vocabularies
 from lapcli.training.engine import (
@@ -42,7 +42,7 @@ from lapcli.training.engine import (
     recover,
     training_lineage,
 )
-from lapcli.training.merging import merge
+from lapcli.training.merging import merge, rows_on_disk
 from lapcli.training.picture import draw_curve
 from lapcli.training.reload import Reloaded, check_reload
 from lapcli.training.stream import TrainingStream
@@ -171,6 +171,7 @@ def plan_recovery(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
+    processes: Processes = ALONE,
 ) -> RecoveryPlan:
     """Check a request and say what it means, without reading any weights.
 
@@ -182,23 +183,34 @@ def plan_recovery(
         restart: whether an earlier recovery in it gives way.
         overwrite: whether one of other inputs does.
         trust_remote_code: whether code in a model's directory may run.
-        reporter: hears where vocabularies differ by padding.
+        reporter: hears where vocabularies differ by padding; the leader's alone is used.
+        processes: those that ask; the leader alone opens the text.
 
     Raises:
         LapcliError: whatever `recover` would refuse and can be known now.
     """
+    reporter = reporter if processes.leader else None
     model, adapters, vocabulary = check_recovery(
         student, teacher, settings, trust_remote_code=trust_remote_code, reporter=reporter
     )
     folder, output = (run.control_recovery, run.control) if settings.control else (run.recovery, run.recovered)
-    there = None
+    there = begun = None
     if not restart:
         try:
             there = _finished(student, teacher, settings, folder, output)
-        except ArtifactError:
+            if there is None:
+                begun = _begun(student, teacher, settings, adapters, folder, trust_remote_code)
+        except (ArtifactError, DataError):
             if not overwrite:
                 raise
             restart = True
+    if there is None:
+        for place in (folder, output) if restart else (output,):
+            _check_ours(place)
+        if processes.leader:
+            check_text(student, settings, trust_remote_code=trust_remote_code)
+        if reporter is not None:
+            _say_the_budget(settings, reporter)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     active = parameters - _looked_up(model)
     return RecoveryPlan(
@@ -211,7 +223,7 @@ def plan_recovery(
         parameters=parameters,
         operations=settings.tokens * (2.0 * active * (2 if teacher is None else 3) + 2.0 * adapters.trained),
         vocabulary=vocabulary,
-        resumes_after=None if restart else latest_step(folder / CHECKPOINTS),
+        resumes_after=None if begun is None else begun.step,
         finished=there,
         restart=restart,
     )
@@ -244,6 +256,8 @@ def check_recovery(
         check_source(part.name)
     model = skeleton(student, trust_remote_code=trust_remote_code)
     adapters = plan_adapters(model, student.config, **settings.adapters())
+    # What could not be merged is not to be trained first.
+    rows_on_disk(student, adapters.changed, trust_remote_code=trust_remote_code)
     vocabulary = None
     if teacher is not None:
         sizes = [
@@ -253,6 +267,67 @@ def check_recovery(
         tokenizers = [load_tokenizer(source, trust_remote_code=trust_remote_code) for source in (student, teacher)]
         vocabulary = align_vocabularies(sizes[0], sizes[1], tokenizers[0], tokenizers[1], reporter)
     return model, adapters, vocabulary
+
+
+def check_text(student: ModelSource, settings: RecoverySettings, *, trust_remote_code: bool = False) -> None:
+    """Refuse text that is empty, too short or unreadable at its beginning; what lies on the hub is not opened.
+
+    Args:
+        student: whose tokenizer counts; a model's base may stand in for it.
+        settings: of the recovery.
+        trust_remote_code: whether code in the model's directory may run.
+
+    Raises:
+        DataError: what is wrong with it.
+        ModelError: the tokenizer does not load.
+    """
+    _stream(student, settings, trust_remote_code).check(settings.validation)
+
+
+def _say_the_budget(settings: RecoverySettings, reporter: Reporter) -> None:
+    training = settings.training()
+    sequences = training.steps * training.batch
+    if settings.samples not in (None, sequences):
+        reporter.notice(
+            f"{settings.samples} samples become {sequences}, since steps are whole: {training.steps} of "
+            f"{training.batch} sequences"
+        )
+
+
+def _stream(
+    student: ModelSource,
+    settings: RecoverySettings,
+    trust_remote_code: bool,
+    reporter: Reporter | None = None,
+    processes: Processes = ALONE,
+) -> TrainingStream:
+    """The text of a recovery, from its beginning."""
+    tokenizer = load_tokenizer(student, trust_remote_code=trust_remote_code)
+    return TrainingStream(
+        settings.data, tokenizer, settings.seq_len, seed=settings.seed,
+        rank=processes.rank, world=processes.size, reporter=reporter if processes.leader else None,
+    )  # fmt: skip
+
+
+def _begun(
+    student: ModelSource,
+    teacher: ModelSource | None,
+    settings: RecoverySettings,
+    adapters: AdapterPlan,
+    folder: Path,
+    trust_remote_code: bool,
+) -> Checkpoint | None:
+    """Where an unfinished recovery goes on, if there is one.
+
+    Raises:
+        ArtifactError: it has other settings, or no checkpoint of it is whole.
+        DataError: its text was another.
+    """
+    lineage = training_lineage(student, teacher, adapters, settings.training())
+    found = Checkpoints(folder / CHECKPOINTS, lineage).position()
+    if found is not None:
+        _stream(student, settings, trust_remote_code).refuse_other(found.state["stream"])
+    return found
 
 
 def _looked_up(model: Any) -> int:
@@ -460,11 +535,7 @@ def _train(
 ) -> _Trained:
     """Train on all processes."""
     settings = plan.settings
-    tokenizer = load_tokenizer(plan.student, trust_remote_code=machine.trust_remote_code)
-    stream = TrainingStream(
-        settings.data, tokenizer, settings.seq_len, seed=settings.seed,
-        rank=processes.rank, world=processes.size, reporter=reporter if processes.leader else None,
-    )  # fmt: skip
+    stream = _stream(plan.student, settings, machine.trust_remote_code, reporter, processes)
     student = _loaded(plan.student, machine)
     machine.announce(student, reporter, needs_gradient=True)
     _use_right_gradients(student, reporter)

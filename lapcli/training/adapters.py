@@ -103,6 +103,11 @@ class AdapterPlan:
         """How many numbers are trained."""
         return sum(layer.lora_parameters + layer.full_parameters for layer in self.layers)
 
+    @property
+    def changed(self) -> set[str]:
+        """The parameters of the model that merging changes."""
+        return {f"{name}.weight" for name in self.lora} | set(self.full)
+
     def names(self) -> set[str]:
         """The names that `trained_parameters` gives what is trained."""
         return {f"{name}.lora_{side}.weight" for name in self.lora for side in "AB"} | set(self.full)
@@ -131,7 +136,8 @@ def plan_adapters(
     Raises:
         FamilyError: the family is unknown, no layer keeps a state, or the model does not have the modules that its
             family promises.
-        RecipeError: the targets match a convolution, or not every stateful layer.
+        RecipeError: the targets match a convolution, or not every stateful layer; or a LoRA product of this rank would
+            have more numbers than it could need.
     """
     layers = family_for(config).layers(config)
     if not layers:
@@ -146,6 +152,7 @@ def plan_adapters(
     else:
         chosen = _matched(model, layers, targets)
     planned = tuple(_plan_layer(model, layer, chosen[layer.index], full, rank) for layer in layers)
+    _refuse_rank(model, [name for layer in planned for name in layer.lora], rank)
     names = [name for layer in planned for name in layer.full]
     dtypes = {name: str(model.get_parameter(name).dtype).removeprefix("torch.") for name in names}
     return AdapterPlan(planned, rank, alpha, dtypes)
@@ -457,6 +464,21 @@ def _matched(model: nn.Module, layers: Iterable[StatefulLayer], targets: Sequenc
     if bare or unmatched or not targets:
         _refuse_uncovered(model, names, mixers, found, targets, unmatched)
     return {index: tuple(matches) for index, matches in found.items()}
+
+
+def _refuse_rank(model: nn.Module, names: Sequence[str], rank: int) -> None:
+    """A product of matrices has no higher rank than the narrower side of what it is added to."""
+    widths = {name: min(model.get_parameter(f"{name}.weight").shape) for name in names}
+    if not widths or rank <= min(widths.values()):
+        return
+    narrowest = min(widths, key=widths.__getitem__)
+    rows, columns = model.get_parameter(f"{narrowest}.weight").shape
+    above = sum(rank > width for width in widths.values())
+    raise RecipeError(
+        f"LoRA of rank {rank} is more than {above} of the {len(widths)} matched projections can take, first "
+        f"{narrowest}, which is {rows} x {columns}: its changes have rank {min(rows, columns)} at most",
+        f"pass --lora-rank {widths[narrowest]} or less, or --full to train the mixers whole",
+    )
 
 
 def _names_layer(target: str, mixers: Mapping[int, str], index: int) -> bool:

@@ -11,7 +11,7 @@ Writing relies on one process at a time being at work in a folder (`RunDirectory
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lapcli.artifacts import Lineage, atomic_directory, read_artifact, read_document, write_artifact, write_document
+from lapcli.artifacts import (
+    Artifact,
+    Lineage,
+    atomic_directory,
+    read_artifact,
+    read_document,
+    write_artifact,
+    write_document,
+)
 from lapcli.errors import ArtifactError
 from lapcli.parallel import ALONE, Processes
 from lapcli.reporting import Reporter, SilentReporter
@@ -88,6 +96,30 @@ class Checkpoints:
                 are checkpoints, but not one is whole.
         """
         found = self._found()
+        for checkpoint, artifact in self._readable(found):
+            if good and not checkpoint.good:
+                continue
+            try:
+                return replace(checkpoint, tensors=artifact.tensors())
+            except _DAMAGE as error:
+                self._skip(checkpoint.path, error)
+        self._refuse_all_damaged(found)
+        return None
+
+    def position(self) -> Checkpoint | None:
+        """The newest checkpoint as its documents have it: no tensor is read, so that damage to one goes unnoticed.
+
+        Raises:
+            ArtifactError: as `newest`.
+        """
+        found = self._found()
+        for checkpoint, _artifact in self._readable(found):
+            return checkpoint
+        self._refuse_all_damaged(found)
+        return None
+
+    def _readable(self, found: Sequence[Path]) -> Iterator[tuple[Checkpoint, Artifact]]:
+        """Those whose documents are whole and of this training, the newest first, without tensors; and these."""
         for path in reversed(found):
             try:
                 lineage = read_document(path / STATE_FILE, KIND)
@@ -96,23 +128,21 @@ class Checkpoints:
                 self._skip(path, error)
                 continue
             refuse_stale(self._lineage, lineage, path, _MEND)
-            if good and not sound:
-                continue
             try:
                 artifact = read_artifact(path / TENSORS_FILE, KIND)
                 if artifact.lineage != lineage or step != _step(path):
                     raise ArtifactError(f"{STATE_FILE} and {TENSORS_FILE} do not belong together")
-                tensors = artifact.tensors()
             except _DAMAGE as error:
                 self._skip(path, error)
                 continue
-            return Checkpoint(path, step, sound, state, tensors)
+            yield Checkpoint(path, step, sound, state, {}), artifact
+
+    def _refuse_all_damaged(self, found: Sequence[Path]) -> None:
         if found and self._damaged.issuperset(found):
             raise ArtifactError(
                 f"none of the {len(found)} checkpoints in {self.folder} is whole: {', '.join(p.name for p in found)}",
-                "put them back from a copy, or remove that folder to begin anew",
+                "put them back from a copy, or pass --restart to begin anew",
             )
-        return None
 
     def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, good: bool) -> Path:
         """Write a checkpoint, and only when it is whole remove those that it makes superfluous.

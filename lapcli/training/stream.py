@@ -32,7 +32,7 @@ from lapcli.errors import DataError
 from lapcli.evaluation.tokenization import tokenizer_digest
 from lapcli.models.loss import IGNORED
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.training.records import Place, Record, Records, open_records
+from lapcli.training.records import HubRecords, Place, Record, Records, open_records
 
 WINDOW_PIECES = BUFFER_PIECES
 """Pieces that are shuffled together; a window ends with a document, so that it may hold some more."""
@@ -192,18 +192,47 @@ class TrainingStream:
         Raises:
             DataError: the state is of another stream; the message names what differs.
         """
-        if state.get("version") != STATE_VERSION:
-            raise DataError(
-                f"a data position of version {state.get('version')} cannot be read; this lapcli knows {STATE_VERSION}."
-            )
-        saved = state["made_with"]
+        saved = _made_with(state)
         if not self._held and not self.sequences:
-            then = {**saved, "held_out": 0}
-            self._refuse_other(then)
+            self._refuse_other({**saved, "held_out": 0})
             self.held_out(saved["held_out"])
         self._refuse_other(saved)
         self._go_to(state["places"])
         self._places = self._current_places()
+
+    def refuse_other(self, state: dict[str, Any]) -> None:
+        """Refuse a state that `restore` would refuse, at once: no text is read for it.
+
+        Raises:
+            DataError: it is of another stream; the message names what differs.
+        """
+        self._refuse_other({**_made_with(state), "held_out": len(self._held)})
+
+    def check(self, held_out: int) -> None:
+        """Refuse what the beginning of the text shows, without taking a sequence and without a network.
+
+        What is local must give the sequences that are held out, and one more beside them. Data sets of the hub are not
+        opened.
+
+        Args:
+            held_out: how many will be held out.
+
+        Raises:
+            DataError: a part is empty, too short or cannot be read there.
+        """
+        local = [not isinstance(records, HubRecords) for records in self._records]
+        parts = [self._open_part(i, once=True) for i in range(len(self._mixture))]
+        kept: list[_PieceName] = []
+        for _ in range(held_out):
+            part = _whose_turn(parts)
+            if local[parts.index(part)]:
+                kept += part.next_sequence()[1]
+            else:
+                part.place.given += 1
+        for index in (index for index, here in enumerate(local) if here):
+            part = self._open_part(index)
+            part.left_out = frozenset(kept)
+            part.next_sequence()
 
     @cached_property
     def _digests(self) -> dict[str, Any]:
@@ -403,8 +432,22 @@ class _Part:
         return [*before, *self._tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"], *after]
 
 
-def _next_of(parts: list[_Part]) -> tuple[PackedSequence, list[_PieceName]]:
-    """A sequence of the part that lags furthest behind its share, the first named on a tie, as blocks have it."""
+def _made_with(state: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the stream that a state is of."""
+    if state.get("version") != STATE_VERSION:
+        raise DataError(
+            f"a data position of version {state.get('version')} cannot be read; this lapcli knows {STATE_VERSION}."
+        )
+    return state["made_with"]
+
+
+def _whose_turn(parts: list[_Part]) -> _Part:
+    """The part that lags furthest behind its share, the first named on a tie, as blocks have it."""
     made = sum(part.place.given for part in parts) + 1
     lag = [part.source.share * made - part.place.given for part in parts]
-    return parts[max(range(len(parts)), key=lambda i: (lag[i], -i))].next_sequence()
+    return parts[max(range(len(parts)), key=lambda i: (lag[i], -i))]
+
+
+def _next_of(parts: list[_Part]) -> tuple[PackedSequence, list[_PieceName]]:
+    """The next sequence of a mixture."""
+    return _whose_turn(parts).next_sequence()

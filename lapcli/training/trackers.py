@@ -6,7 +6,9 @@ Both are optional packages, imported only when asked for. What they show is a co
 import os
 import re
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +42,19 @@ class Tracker(Protocol):
         ...
 
 
+def check_trackers(kinds: Sequence[str]) -> None:
+    """Refuse, before any work, what cannot show a curve here.
+
+    Raises:
+        UsageError: there is no such kind, or its package is missing.
+    """
+    for kind in kinds:
+        if kind not in TRACKERS:
+            raise UsageError(f"the curve cannot be shown by {kind!r}", f"name some of {', '.join(TRACKERS)}")
+        if sys.modules.get(kind) is None and find_spec(kind) is None:
+            raise UsageError(f"showing the curve in {kind} needs the package `{kind}`", f"pip install {kind}")
+
+
 def open_tracker(kinds: Sequence[str], folder: Path, config: Mapping[str, Any], name: str) -> Tracker:
     """Get ready to show the curve of a training, or of one that goes on.
 
@@ -56,9 +71,7 @@ def open_tracker(kinds: Sequence[str], folder: Path, config: Mapping[str, Any], 
     Raises:
         UsageError: there is no such kind, its package is missing, or W&B refuses to begin.
     """
-    unknown = [kind for kind in kinds if kind not in TRACKERS]
-    if unknown:
-        raise UsageError(f"the curve cannot be shown by {unknown[0]!r}", f"name some of {', '.join(TRACKERS)}")
+    check_trackers(kinds)
     shown = _without_secrets(config)
     opened = _Trackers()
     try:
@@ -172,7 +185,7 @@ class WeightsAndBiases:
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-"""What can show a curve, by name."""
+"""What can show a curve, by the name of its package."""
 
 
 def _kept_id(path: Path) -> str:

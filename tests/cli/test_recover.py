@@ -103,6 +103,52 @@ def test_a_dry_run_counts_and_does_nothing(lapcli, run, text):
     assert "384 tokens" in err
 
 
+def test_a_dry_run_refuses_what_the_work_would(lapcli, run, text, tmp_path):
+    whole = ("recover", "--data", text, *SMALL)
+    texts = {"empty.jsonl": "", "short.txt": "Too little. " * 3, "broken.jsonl": "{\n"}
+    for name, content in texts.items():
+        (tmp_path / name).write_text(content)
+        said = []
+        for more in ((), ("--dry-run",)):
+            code, _out, err = lapcli("recover", "--data", tmp_path / name, *SMALL, *more)
+            assert code == 1
+            said.append(err)
+        assert said[0] == said[1]
+        assert name in said[0]
+    assert not (run / "recovery").exists()
+    process = start(*whole, "--save-every", "1", "--run", run)
+    until(process, lambda: steps_in(run) > 1)
+    process.kill()
+    process.communicate()
+    code, out, err = lapcli(*whole, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["resumes_after"] >= 1
+    for options, what in ((("--lr", "0.1"), "lr: 0.1 wanted"), (("--seq-len", "40"), "seq_len was 48 and is 40")):
+        said = []
+        for more in ((), ("--dry-run",)):
+            code, _out, err = lapcli(*whole, *options, *more)
+            assert code == 1
+            said.append(" ".join(err.split()))
+        assert said[0] == said[1]
+        assert what in said[0]
+    code, out, err = lapcli(*whole, "--lr", "0.1", "--restart", "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["resumes_after"] is None
+    (run / "recovered").mkdir()
+    (run / "recovered" / "thesis.tex").write_text("years of work")
+    code, _out, err = lapcli(*whole, "--dry-run")
+    assert code == 1
+    assert "did not write it" in err
+
+
+def test_samples_that_become_more_are_said(lapcli, run, text):
+    for samples, said in ((7, True), (8, False)):
+        asked = ("recover", "--data", text, *SMALL[2:], "--samples", str(samples), "--dry-run")
+        code, _out, err = lapcli(*asked)
+        assert code == 0, err
+        assert (f"{samples} samples become 8, since steps are whole: 4 of 2 sequences" in err) == said
+
+
 def test_a_recipe_of_which_options_go_first(lapcli, run, text, tmp_path):
     recipe = tmp_path / "r.yaml"
     recovery = {"data": str(text), "seq_len": 48, "samples": 8, "batch": 2, "rank": 4, "validation": 2, "lr": 0.002}
@@ -166,6 +212,7 @@ def test_a_whole_recipe(lapcli, pruned, text, tmp_path):
         (("--gpus", "3", "--device", "cpu", "--batch-size", "4"), 2, "cannot be shared by 3"),
         (("--gpus", "2"), 2, "CUDA devices"),
         (("--lora-target", "k_conv1d"), 1, "k_conv1d"),
+        (("--lora-rank", "999"), 1, "--lora-rank 32 or less"),
         (("--tracker", "carrier-pigeon"), 2, "carrier-pigeon"),
         (("--data", "missing.jsonl"), 1, "missing.jsonl"),
         (("--teacher", "nowhere/at-all"), 1, "nowhere/at-all"),

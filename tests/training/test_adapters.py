@@ -86,7 +86,7 @@ def logits(model):
 
 def adapted(source, dtype=torch.float32, **options):
     model = load_model(source, dtype=dtype)
-    plan = adapters.plan_adapters(model, source.config, **options)
+    plan = adapters.plan_adapters(model, source.config, **{"rank": 8, **options})
     return adapters.apply_adapters(model, plan), plan
 
 
@@ -108,6 +108,20 @@ def tensors_of(source):
 
 def same_bits(one, other):
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def test_a_rank_above_the_narrowest_projection_is_refused(tmp_path):
+    base = resolve_model(str(tiny_gated_deltanet(tmp_path / "base")))
+    source = sliced_by(base, random_kept(base, 5), tmp_path)
+    model, heads = load_model(source), layers_of(source)[0].heads
+    assert adapters.plan_adapters(model, source.config, rank=5 * heads).lora
+    with pytest.raises(
+        RecipeError, match=rf"rank {5 * heads + 1} .*4 of the 6 .*q_proj, which is {5 * heads} x"
+    ) as refused:
+        adapters.plan_adapters(model, source.config, rank=5 * heads + 1)
+    assert f"--lora-rank {5 * heads} or less" in refused.value.hint
+    # Nothing gets LoRA there.
+    assert adapters.plan_adapters(model, source.config, rank=4096, full=True).trained
 
 
 def test_every_recurrent_layer_is_covered_and_nothing_else(source):
@@ -345,7 +359,7 @@ def test_flas_models_are_covered_and_merged_without_a_gpu(name, config, tmp_path
 
     source = resolve_model(str(tiny_fla_model(name, tmp_path / "base", **config)))
     model = transformers.AutoModelForCausalLM.from_pretrained(source.path)
-    plan = adapters.plan_adapters(model, source.config)
+    plan = adapters.plan_adapters(model, source.config, rank=8)
     wrapped = adapters.apply_adapters(model, plan)
     disturb(wrapped)
     for planned in plan.layers:

@@ -622,6 +622,26 @@ def test_unknown_sources_are_refused_before_any_reading(source: str, message: st
         make(source)
 
 
+def test_a_check_looks_at_what_is_local_and_takes_nothing(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "some.jsonl").write_text("".join(f'{{"text": "{i} and 100 tokens. {"x" * 80}"}}\n' for i in range(40)))
+    hub.add("owner/name", [texts(60)])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_arguments, **_options: pytest.fail("the hub was asked"))
+    source = f"{tmp_path / 'some.jsonl'}:0.5,owner/name:0.5"
+    stream = make(source)
+    before = stream.state()
+    # Every other sequence is of the file, and one is left; 40 documents hold 40 at the most.
+    stream.check(60)
+    assert stream.state() == before
+    assert stream.held_out(0) == ()
+    with pytest.raises(DataError, match=r"some\.jsonl' holds \d+ tokens beside those held out"):
+        make(source).check(80)
+    with pytest.raises(DataError, match="too few for the sequences of 100 to be held out"):
+        make(source).check(120)
+    stream.refuse_other(before)
+    with pytest.raises(DataError, match="seed was 3 and is 4"):
+        make(source, seed=4).refuse_other(before)
+
+
 def test_too_little_text_says_how_much_there_is(tmp_path: Path):
     (tmp_path / "tiny.txt").write_text("tiny")
     (tmp_path / "none.txt").write_text("\n")
