@@ -27,7 +27,7 @@ from lapcli.evaluation.settings import EvaluationSettings
 from lapcli.families.loading import ModelSource, resolve_model
 from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings, SelectionSettings, default_calibration
-from lapcli.selectors.registry import SELECTORS
+from lapcli.selectors.registry import CHANNEL_SELECTORS
 from lapcli.stages.calibration import calibrate
 from lapcli.stages.pruning import prune
 
@@ -47,7 +47,7 @@ COLUMNS = {
 
 def cells() -> list[tuple[str, str | None, str | None]]:
     """Name, method and ratio of each cell, the base first."""
-    pruned = [(f"{method}-{ratio}", method, ratio) for ratio in RATIOS for method in SELECTORS]
+    pruned = [(f"{method}-{ratio}", method, ratio) for ratio in RATIOS for method in CHANNEL_SELECTORS]
     return [("base", None, None), *pruned]
 
 

@@ -20,24 +20,44 @@ def kept_channels(selection: Artifact) -> dict[int, Tensor]:
     tensors = selection.tensors()
     found = {int(name.split(".")[1]): kept for name, kept in tensors.items() if name.endswith(".kept")}
     if not found:
-        raise ArtifactError(f"{selection.path} keeps no channels of its own; it holds {', '.join(selection.names[:4])}")
+        raise ArtifactError(
+            f"{selection.path} (method {selection.lineage.settings.get('method')}) keeps directions and no channels, "
+            "so there is nothing to compare",
+            "compare selections of methods that keep channels; without --compare it can be looked at",
+        )
     return dict(sorted(found.items()))
 
 
+def kept_directions(selection: Artifact) -> dict[int, Tensor]:
+    """The kept directions T `[H, K', K]` by layer, of a selection that rotates; nothing of any other.
+
+    Raises:
+        ArtifactError: the file is damaged.
+    """
+    if not any(name.endswith(".basis") for name in selection.names):
+        return {}
+    tensors = selection.tensors()
+    return {int(name.split(".")[1]): basis for name, basis in tensors.items() if name.endswith(".basis")}
+
+
 def refuse_other_channels(path: Any, kept: dict[int, Tensor], sizes: dict[int, tuple[int, int]]) -> None:
-    """Refuse kept channels that are not of these layers.
+    """Refuse kept channels or directions that are not of these layers.
 
     Args:
         path: the selection, for the message.
-        kept: `[H, K']` by layer.
+        kept: `[H, K']` or `[H, K', K]` by layer.
         sizes: H and K by layer.
 
     Raises:
-        ArtifactError: other layers or heads, or a channel beyond K.
+        ArtifactError: other layers or heads, a channel beyond K, or directions in another width.
     """
     found = {index: rows.shape[0] for index, rows in kept.items()}
     wanted = {index: heads for index, (heads, _width) in sizes.items()}
-    if found != wanted or any(int(rows.max()) >= sizes[index][1] for index, rows in kept.items()):
+
+    def within(rows: Tensor, width: int) -> bool:
+        return rows.shape[2] == width if rows.ndim == 3 else int(rows.max()) < width
+
+    if found != wanted or not all(within(rows, sizes[index][1]) for index, rows in kept.items()):
         raise ArtifactError(f"{path} keeps channels of other layers, heads or widths than the model has")
 
 
@@ -53,18 +73,20 @@ def joint_grams(calibration: Artifact) -> dict[int, Tensor]:
 
 
 def conditioning(gram: Tensor, kept: Tensor | None = None) -> Tensor:
-    """`sigma_min`, `sigma_max` and `kappa` of the kept columns of `M`, per head.
+    """`sigma_min`, `sigma_max` and `kappa` of the kept columns of `M`, or of its rotated ones `M T^T`, per head.
 
     An fp64 Gram matrix resolves singular values down to `sqrt(K eps) sigma_1`; `kappa` is taken with no less than that.
 
     Args:
         gram: `M^T M`, fp64 `[H, K, K]`.
-        kept: `[H, K']`; `None` for all columns.
+        kept: channels `[H, K']` or directions T `[H, K', K]`; `None` for all columns.
 
     Returns:
         fp64 `[H, 3]`.
     """
-    if kept is not None:
+    if kept is not None and kept.ndim == 3:
+        gram = kept @ gram @ kept.mT
+    elif kept is not None:
         rows = gram.gather(1, kept.unsqueeze(-1).expand(-1, -1, gram.shape[-1]))
         gram = rows.gather(2, kept.unsqueeze(1).expand(-1, kept.shape[1], -1))
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()

@@ -68,7 +68,10 @@ SeqLen = Annotated[
         rich_help_panel=_METHOD,
     ),
 ]
-Method = Annotated[str, typer.Option(help="Selector: drrqr, grad, s-wanda, l1, rand.", rich_help_panel=_METHOD)]
+Method = Annotated[
+    str,
+    typer.Option(help="Selector: drrqr, grad, s-wanda, l1, rand; experimental: pca.", rich_help_panel=_METHOD),
+]
 Ratio = Annotated[
     str | None,
     typer.Option(

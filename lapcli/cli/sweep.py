@@ -38,7 +38,7 @@ def run(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model, instead of the recipe's. Default: demo:gdn.")] = None,
-    method: Annotated[str | None, _axis("Selectors: drrqr, grad, s-wanda, l1, rand")] = None,
+    method: Annotated[str | None, _axis("Selectors: drrqr, grad, s-wanda, l1, rand; experimental: pca")] = None,
     ratio: Annotated[str | None, _axis("Fractions of the key width to remove")] = None,
     keep: Annotated[str | None, _axis("Key widths to keep, instead of --ratio")] = None,
     score_from: Annotated[str | None, _axis("Decide from both, key, query")] = None,

@@ -163,7 +163,11 @@ class StatefulLayer:
         if self.convolution is None:
             return 0
         cut = 0 if key_width is None else self.key_width - key_width
-        keys_and_queries = sum(member.role in ("key convolution", "query convolution") for member in self.members)
+        roles = [member.role for member in self.members]
+        # Filters that a head's channels share are no members, but the inputs that they keep are still one a channel.
+        keys_and_queries = sum(role in ("key convolution", "query convolution") for role in roles) or sum(
+            role in ("key projection", "query projection") for role in roles
+        )
         return (self.convolution.channels - keys_and_queries * self.heads * cut) * self.convolution.taps * itemsize
 
 

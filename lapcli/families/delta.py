@@ -22,9 +22,16 @@ _CONVOLUTIONS: tuple[tuple[str, Role], ...] = (
 )
 
 
-def delta_members(config: Mapping[str, Any], mixer: str, key_width: int) -> tuple[Member, ...]:
-    """The coupled group of one layer: the projections, and the short convolutions where there are any."""
-    convolutions = _CONVOLUTIONS if switch(config, "use_short_conv", True) else ()
+def delta_members(config: Mapping[str, Any], mixer: str, key_width: int, shared: bool = False) -> tuple[Member, ...]:
+    """The coupled group of one layer: the projections, and the short convolutions where there are any.
+
+    Args:
+        config: the parsed `config.json`.
+        mixer: how the layer's tensors begin.
+        key_width: `K`.
+        shared: whether the channels of a head share a filter, which then is on no key axis.
+    """
+    convolutions = _CONVOLUTIONS if switch(config, "use_short_conv", True) and not shared else ()
     return key_axis_members(mixer, (*_PROJECTIONS, *convolutions), key_width)
 
 
@@ -99,6 +106,10 @@ class DeltaModels(Family):
         """Whether keys and queries are divided by their length; by default they are."""
         return True
 
+    def head_shared_conv(self, config: Mapping[str, Any]) -> bool:
+        """Whether the channels of a key head share a filter; by default each has its own."""
+        return False
+
     def layers(self, config: Mapping[str, Any]) -> tuple[StatefulLayer, ...]:
         """Declare the stateful layers; they are alike."""
         heads, skipped = self.heads(config), softmax_layers(config)
@@ -110,7 +121,7 @@ class DeltaModels(Family):
                 value_heads=heads.value,
                 key_width=heads.key_width,
                 value_width=heads.value_width,
-                members=delta_members(config, _mixer(index), heads.key_width),
+                members=delta_members(config, _mixer(index), heads.key_width, self.head_shared_conv(config)),
                 gated=self.gated,
                 l2_normalised=self.l2_normalised(config),
                 convolution=_convolution(config, heads),
@@ -156,8 +167,9 @@ class DeltaModels(Family):
         }
         if switch(config, "use_short_conv", True):
             taps = ("conv_size", optional_integer(config, "conv_size", 4))
-            one = ("one filter a channel", 1)
-            for side, channels in (("q", key), ("k", key), ("v", value)):
+            one = ("one filter a channel or head", 1)
+            filters = ("num_heads", heads.key) if self.head_shared_conv(config) else key
+            for side, channels in (("q", filters), ("k", filters), ("v", value)):
                 found[f"{side}_conv1d.weight"] = (channels, one, taps)
         return found
 

@@ -59,6 +59,10 @@ class DeltaNet(DeltaModels):
         """By default; `qk_norm` may be `sum`, which divides by the sum of absolute values."""
         return config.get("qk_norm", "l2") == "l2"
 
+    def head_shared_conv(self, config: Mapping[str, Any]) -> bool:
+        """Where the config says so; lapcli's own model has that option, and fla has not."""
+        return switch(config, "head_shared_conv", False)
+
     def sliced_config(self, config: Mapping[str, Any], kept_width: int) -> dict[str, Any]:
         """Set `expand_k`; fla rounds the product, so the plain quotient is exact."""
         return {**config, "expand_k": kept_width * config["num_heads"] / config["hidden_size"]}

@@ -1,4 +1,4 @@
-"""The short causal convolution before the state: one filter a channel, plain PyTorch, with its memory."""
+"""The short causal convolution before the state: one filter a channel or a head, plain PyTorch, with its memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,24 +16,32 @@ class ShortConvolution(nn.Module):
     """Causal depthwise convolution over time, then SiLU where asked for. Sums are fp32, the output has x's dtype.
 
     Args:
-        channels: how many, one filter each.
+        channels: how many.
         width: W, taps of a filter; the last one meets the current token.
         silu: whether SiLU follows.
+        heads: where the channels of a head share a filter, how many heads there are; `None` for one filter a channel.
 
     Attributes:
-        weight: `[channels, 1, W]`, as in fla and `nn.Conv1d`.
+        weight: `[channels, 1, W]`, as in fla and `nn.Conv1d`; `[heads, 1, W]` where filters are shared.
     """
 
-    def __init__(self, channels: int, width: int, silu: bool):
+    def __init__(self, channels: int, width: int, silu: bool, heads: int | None = None):
         super().__init__()
         self.channels = channels
         self.width = width
         self.silu = silu
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.weight = nn.Parameter(torch.empty(channels if heads is None else heads, 1, width))
+
+    def filters(self) -> Tensor:
+        """The filter of every channel, `[channels, W]`, in the weight's dtype."""
+        shared = self.channels // self.weight.shape[0]
+        filters = self.weight.squeeze(1)
+        return filters if shared == 1 else filters.repeat_interleave(shared, dim=0)
 
     def extra_repr(self) -> str:
         """Show the sizes."""
-        return f"{self.channels}, width={self.width}, silu={self.silu}"
+        shared = "" if len(self.weight) == self.channels else f", filters={len(self.weight)}"
+        return f"{self.channels}{shared}, width={self.width}, silu={self.silu}"
 
     def forward(
         self,
@@ -79,7 +87,7 @@ def convolve(
         own, edges = packing.spread(past, inputs[0].device)
     # Autocast would widen every operand of its own accord, by a copy each.
     with torch.autocast(inputs[0].device.type, enabled=False):
-        weight = torch.cat([widened(layer.weight) for layer in layers]).squeeze(1)
+        weight = torch.cat([widened(layer.filters()) for layer in layers])
         outputs = _Filter.apply(weight, before, own, edges, layers[0].silu, *inputs)
     if padding is not None and time > 1:
         outputs = tuple(y.take_along_dim(padding.place.unsqueeze(-1), dim=1) for y in outputs)

@@ -21,7 +21,7 @@ _SUM_EPS = 1e-6
 
 
 class DeltaNetConfig(PretrainedConfig):
-    """The fields and defaults of fla's configuration.
+    """The fields and defaults of fla's configuration, and one of ours, `head_shared_conv`.
 
     Args:
         attn_mode: fla's choice of kernel; kept, not used.
@@ -57,6 +57,11 @@ class DeltaNetConfig(PretrainedConfig):
         use_l2warp: a penalty in fla's loss; training with it is refused here.
         vocab_size: tokens.
         attnres_block_size: attention over residuals; must be `None` to be run here.
+        head_shared_conv: whether the channels of a head share one filter, in the convolutions of q and of k (arXiv
+            2602.04852, App. B.5): such a convolution commutes with a rotation of the head's channels. `q_conv1d.weight`
+            and `k_conv1d.weight` then are `[num_heads, 1, conv_size]`; v keeps a filter for each channel. fla has no
+            such option and refuses the checkpoint for its shapes; it takes one whose filters are written out, a
+            head's for each of its K channels (`weight.repeat_interleave(K, 0)`), without this field.
         kwargs: what every configuration of transformers has.
     """
 
@@ -98,6 +103,7 @@ class DeltaNetConfig(PretrainedConfig):
         use_l2warp: bool = False,
         vocab_size: int = 32000,
         attnres_block_size: int | None = None,
+        head_shared_conv: bool = False,
         **kwargs: Any,
     ):
         self.attn_mode = attn_mode
@@ -129,6 +135,9 @@ class DeltaNetConfig(PretrainedConfig):
         self.use_l2warp = use_l2warp
         self.vocab_size = vocab_size
         self.attnres_block_size = attnres_block_size
+        # fla's own checkpoints stay word for word what they were.
+        if head_shared_conv:
+            self.head_shared_conv = True
         kwargs |= {
             "pad_token_id": pad_token_id,
             "bos_token_id": bos_token_id,
@@ -184,6 +193,7 @@ class DeltaNetMixer(DeltaRuleMixer):
             use_gate=config.use_gate,
             gate_activation="swish",
             norm_eps=config.norm_eps,
+            head_shared_conv=getattr(config, "head_shared_conv", False),
         )
         self.qk_activation = config.qk_activation
         self.normalise_in_kernel = config.qk_norm == "l2"

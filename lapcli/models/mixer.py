@@ -55,6 +55,7 @@ class DeltaRuleMixer(nn.Module):
         use_gate: whether a gate on the output is learned.
         gate_activation: `swish`, `silu` or `sigmoid`.
         norm_eps: of the output norm.
+        head_shared_conv: whether the channels of a key head share one filter, in the convolutions of q and of k.
 
     Attributes:
         tap: see `Tap`.
@@ -76,6 +77,7 @@ class DeltaRuleMixer(nn.Module):
         use_gate: bool,
         gate_activation: str,
         norm_eps: float,
+        head_shared_conv: bool = False,
     ):
         super().__init__()
         self.shape = shape
@@ -90,8 +92,9 @@ class DeltaRuleMixer(nn.Module):
         self.k_proj = nn.Linear(hidden_size, shape.key_channels, bias=False)
         self.v_proj = nn.Linear(hidden_size, shape.value_channels, bias=False)
         if conv_size is not None:
-            self.q_conv1d = ShortConvolution(shape.key_channels, conv_size, silu_on_keys)
-            self.k_conv1d = ShortConvolution(shape.key_channels, conv_size, silu_on_keys)
+            heads = shape.key_heads if head_shared_conv else None
+            self.q_conv1d = ShortConvolution(shape.key_channels, conv_size, silu_on_keys, heads)
+            self.k_conv1d = ShortConvolution(shape.key_channels, conv_size, silu_on_keys, heads)
             self.v_conv1d = ShortConvolution(shape.value_channels, conv_size, True)
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, shape.value_channels, bias=False)

@@ -1,4 +1,4 @@
-"""What every selector takes and gives: statistics of one layer in, kept channels per key head out.
+"""What every selector takes and gives: statistics of one layer in, kept channels (or directions) per key head out.
 
 A selector never sees a model and never edits weights. Axes as in `lapcli.shapes`: `H` key heads, `K` key width,
 `K'` kept width, `D` model width. Everything is on the CPU; statistics and scores are fp64.
@@ -119,6 +119,20 @@ class Selection(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
+class Rotation(NamedTuple):
+    """The directions that one layer keeps, where a selector mixes channels instead of choosing among them.
+
+    Attributes:
+        basis: T, per head orthonormal rows: keys and queries become `T k`, `T q`.
+        variance: sum of squares of the activations along each direction there is, descending; the basis has the first.
+        warnings: what the user should look at, one sentence each.
+    """
+
+    basis: Float64[Tensor, "H kept K"]
+    variance: Float64[Tensor, "H K"]
+    warnings: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Request:
     """What is asked of a selector, beside the statistics.
@@ -143,7 +157,7 @@ class Request:
         return tuple(f"{stem}_{side}" for side in chosen)
 
 
-SelectorFunction: TypeAlias = Callable[[HeadStatistics, Request], Selection]
+SelectorFunction: TypeAlias = Callable[[HeadStatistics, Request], Selection | Rotation]
 
 
 def statistic(statistics: HeadStatistics, name: str) -> Tensor:

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from lapcli.errors import DataError, UsageError
-from lapcli.selectors import drrqr, grad, l1, rand, s_wanda
-from lapcli.selectors.base import HeadStatistics, Request, ScoreFrom, Selection, SelectorFunction
+from lapcli.selectors import drrqr, grad, l1, pca, rand, s_wanda
+from lapcli.selectors.base import HeadStatistics, Request, Rotation, ScoreFrom, Selection, SelectorFunction
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Selector:
         source: paper and place.
         per_side: statistics of keys and of queries, without their ending: "gram" stands for `gram_key`, `gram_query`.
         fn: statistics and request in, selection out.
+        rotates: whether it keeps directions, which mix channels, and not channels: its result is a `Rotation`.
+        experimental: whether it is for comparison only, and its results may change.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Selector:
     source: str
     per_side: tuple[str, ...]
     fn: SelectorFunction
+    rotates: bool = False
+    experimental: bool = False
 
     def needs(self, score_from: ScoreFrom) -> frozenset[str]:
         """Attributes of `HeadStatistics` that it reads."""
@@ -73,7 +77,20 @@ SELECTORS: dict[str, Selector] = {
         per_side=(),
         fn=rand.select,
     ),
+    "pca": Selector(
+        name="pca",
+        summary="experimental: no channels but directions of largest variance; breaks filters and SiLU, the paper's "
+        "counter-example",
+        source="arXiv 2602.04852, App. B.3, Tables 14-15",
+        per_side=("gram",),
+        fn=pca.select,
+        rotates=True,
+        experimental=True,
+    ),
 }
+
+CHANNEL_SELECTORS = tuple(name for name, found in SELECTORS.items() if not found.rotates)
+"""Those that keep channels as they are, and whose choices can be compared with each other."""
 
 _REMEDIES = {
     "gram": "run `lapcli calibrate` again",
@@ -104,8 +121,8 @@ def select_layer(
     f: float = 1.5,
     seed: int = 0,
     layer: int = 0,
-) -> Selection:
-    """Choose the channels that one layer keeps, the same way in every key head.
+) -> Selection | Rotation:
+    """Choose the channels (of `pca`: the directions) that one layer keeps, the same way in every key head.
 
     Args:
         method: a name in `SELECTORS`.

@@ -97,7 +97,7 @@ def strong_rrqr_gram(gram: FloatArray, k: int, f: float = 1.5, *, measure: bool 
     Raises:
         ValueError: `gram` is not square, finite, symmetric and positive semidefinite, or k or f is out of range.
     """
-    gram = _check_gram(gram)
+    gram = check_gram(gram)
     n = gram.shape[0]
     check_request(n, k, f)
     diagonal = gram.diagonal()
@@ -335,8 +335,12 @@ def check_request(n: int, k: int, f: float) -> None:
         raise ValueError(f"f = {f}: the tolerance is finite and at least 1")
 
 
-def _check_gram(gram: FloatArray) -> FloatArray:
-    """The matrix, exactly symmetric, once it is seen to be a finite symmetric one up to rounding."""
+def check_gram(gram: FloatArray) -> FloatArray:
+    """The matrix, exactly symmetric, once it is seen to be a finite symmetric one up to rounding.
+
+    Raises:
+        ValueError: it is not.
+    """
     gram = np.ascontiguousarray(gram, dtype=np.float64)
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.size == 0:
         raise ValueError(f"a Gram matrix is square, not of shape {list(gram.shape)}")

@@ -15,7 +15,14 @@ from torch import Tensor
 from lapcli.analysis.filters import filter_magnitudes, kept_and_dropped
 from lapcli.analysis.pictures import draw
 from lapcli.analysis.results import AXES, Analysis, findings_tensors
-from lapcli.analysis.selections import conditioning, joint_grams, kept_channels, overlap, refuse_other_channels
+from lapcli.analysis.selections import (
+    conditioning,
+    joint_grams,
+    kept_channels,
+    kept_directions,
+    overlap,
+    refuse_other_channels,
+)
 from lapcli.analysis.settings import AnalysisSettings
 from lapcli.analysis.states import Walker, bytes_per_sample, walk
 from lapcli.analysis.tables import write_tables
@@ -76,7 +83,7 @@ class AnalysisPlan:
     Attributes:
         layers: the stateful layers of each model.
         lineage: of its numbers.
-        kept: the channels of selection and compared selection, by layer.
+        kept: the channels of selection and compared selection, by layer; of a selection that rotates, directions.
     """
 
     layers: dict[str, tuple[StatefulLayer, ...]]
@@ -119,7 +126,9 @@ def plan_analysis(
             "name one of this model, or the run that it belongs to with --run",
         )  # fmt: skip
         if name != "calibration":
-            kept[name] = kept_channels(artifact)
+            # Where two are compared, both must keep channels.
+            directions = {} if "compare" in inputs.artifacts else kept_directions(artifact)
+            kept[name] = directions or kept_channels(artifact)
             refuse_other_channels(artifact.path, kept[name], sizes)
     lineage = Lineage(
         kind="analysis",
@@ -309,6 +318,8 @@ def _of_selections(inputs: AnalysisInputs, plan: AnalysisPlan) -> dict[str, Tens
             found[f"overlap.layers.{index}"] = overlap(channels, compared[index])
     family = family_for(inputs.base.config)
     for layer in base:
+        if kept[layer.index].ndim == 3:
+            continue  # no channel is kept or dropped, so there are no two kinds of filters
         magnitudes = filter_magnitudes(inputs.base, family, layer)
         for side, taps in kept_and_dropped(magnitudes, kept[layer.index]).items():
             found[f"filters.layers.{layer.index}.{side}"] = taps

@@ -29,6 +29,12 @@ _CALIBRATION_AXES = {
     "layers.*.saliency_key": ["H", "K"],
     "layers.*.saliency_query": ["H", "K"],
 }
+_SELECTION_AXES = {
+    "layers.*.kept": ["H", "K'"],
+    "layers.*.scores": ["H", "K"],
+    "layers.*.basis": ["H", "K'", "K"],
+    "layers.*.variance": ["H", "K"],
+}
 
 
 def calibration_lineage(source: ModelSource, settings: CalibrationSettings) -> Lineage:
@@ -70,7 +76,7 @@ def selection_lineage(calibration: Artifact, settings: SelectionSettings, kept_w
         family=calibration.lineage.family,
         settings={**document, "kept_width": kept_width},
         parents={"calibration": statistics},
-        axes={"layers.*.kept": ["H", "K'"], "layers.*.scores": ["H", "K"]},
+        axes=_SELECTION_AXES,
     )
 
 

@@ -17,6 +17,7 @@ from lapcli.selectors.budget import KeptWidth
 from lapcli.stages.calibration import calibrate, check_calibration, has_saliency
 from lapcli.stages.evaluation_file import forget_stale
 from lapcli.stages.lineage import calibration_lineage, refuse_stale, sliced_lineage
+from lapcli.stages.rotating import refuse_unturnable
 from lapcli.stages.selection import budget_for, select
 from lapcli.stages.slicing import SlicePlan, slice_into
 
@@ -109,6 +110,8 @@ def plan_pruning(
     if not layers:
         raise FamilyError(f"{source.name} has no layer with a state, so there is nothing to prune")
     budget = budget_for(layers[0].key_width, selection)
+    if budget.selector.rotates:
+        refuse_unturnable(source, layers)
     needs_saliency = any(name.startswith("saliency") for name in budget.selector.needs(selection.score_from))
     there = calibration_there(source, calibration, run)
     if there is None:

@@ -1,10 +1,11 @@
-"""Selection: a calibration in, the kept channels of every head out. Needs no model."""
+"""Selection: a calibration in, the kept channels (of `pca`: directions) of every head out. Needs no model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lapcli.artifacts import Artifact, digest_document, read_artifact, refuse_foreign, write_artifact
@@ -12,7 +13,7 @@ from lapcli.artifacts.store import content_digest
 from lapcli.errors import ArtifactError, UsageError
 from lapcli.recipe import SelectionSettings
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.selectors.base import HeadStatistics, Selection
+from lapcli.selectors.base import HeadStatistics, Rotation, Selection
 from lapcli.selectors.budget import KeptWidth, kept_width, kept_width_from_keep
 from lapcli.selectors.registry import Selector, select_layer, selector
 from lapcli.stages.lineage import refuse_stale, selection_lineage
@@ -84,8 +85,13 @@ def _statistics(calibration: Artifact, needs: Sequence[str]) -> tuple[dict[int, 
     return found, digest_document({"identity": identity, "statistics": content_digest(read)})
 
 
-def _layer_record(index: int, selection: Selection) -> dict[str, Any]:
+def _layer_record(index: int, selection: Selection | Rotation) -> dict[str, Any]:
     """One layer's row for `lapcli inspect`: the worst head's figures."""
+    if isinstance(selection, Rotation):
+        heads, kept, _width = selection.basis.shape
+        whole = selection.variance.sum(1)
+        share = torch.where(whole > 0, selection.variance[:, :kept].sum(1) / whole, 1.0)
+        return {"layer": index, "directions": kept, "heads": heads, "variance kept (least)": float(share.min())}
     row: dict[str, Any] = {"layer": index, "kept": selection.kept.shape[1], "heads": selection.kept.shape[0]}
     bounds = selection.bounds
     if bounds is not None:
@@ -98,6 +104,14 @@ def _layer_record(index: int, selection: Selection) -> dict[str, Any]:
             "bounds hold": bool(bounds.holds.all()),
         }
     return row
+
+
+def _stored(selection: Selection | Rotation) -> dict[str, Tensor]:
+    """What is written of a layer, by its last name."""
+    if isinstance(selection, Rotation):
+        return {"basis": selection.basis, "variance": selection.variance}
+    bounds = {} if selection.bounds is None else selection.bounds._asdict()
+    return {"kept": selection.kept, "scores": selection.scores, **bounds}
 
 
 def select(
@@ -114,7 +128,8 @@ def select(
         calibration: the statistics.
         settings: the method and its budget.
         output: the artifact to write: `layers.<n>.kept` int64 `[H, K']` ascending, `layers.<n>.scores` fp64 `[H, K]`,
-            and for `drrqr` the achieved bounds, `layers.<n>.<bound>` `[H]`.
+            and for `drrqr` the achieved bounds, `layers.<n>.<bound>` `[H]`; for `pca` instead of all these
+            `layers.<n>.basis` fp64 `[H, K', K]` and `layers.<n>.variance` fp64 `[H, K]`.
         overwrite: whether a selection of other inputs gives way.
         reporter: where warnings go.
 
@@ -142,6 +157,8 @@ def select(
             if not overwrite:
                 raise
             refuse_foreign(output)
+    if budget.selector.experimental:
+        reporter.warn(f"{settings.method} is experimental: it is there to be compared with, not to be used")
     tensors: dict[str, Tensor] = {}
     rows: list[dict[str, Any]] = []
     with reporter.task(f"selecting ({settings.method})", total=len(statistics), unit="layers") as task:
@@ -155,10 +172,7 @@ def select(
                 seed=settings.seed,
                 layer=index,
             )
-            tensors[f"layers.{index}.kept"] = selection.kept
-            tensors[f"layers.{index}.scores"] = selection.scores
-            if selection.bounds is not None:
-                tensors |= {f"layers.{index}.{name}": value for name, value in selection.bounds._asdict().items()}
+            tensors |= {f"layers.{index}.{name}": value for name, value in _stored(selection).items()}
             rows.append(_layer_record(index, selection))
             for warning in selection.warnings:
                 reporter.warn(warning)

@@ -2,14 +2,15 @@
 
 Written once for all families: it walks the coupled groups that an adapter declares over the safetensors headers.
 No torch model is built and no tensor is interpreted: the kept channels are copied as bytes, so any dtype passes
-through exactly, and every other tensor's bytes are those of the base.
+through exactly, and every other tensor's bytes are those of the base. Only where a selection keeps directions (`pca`)
+are the rows of a key head computed anew (`lapcli.stages.rotating`).
 """
 
 import filecmp
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from lapcli.families.source import ModelSource, companions, refuse_quantised, re
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.cutting import Cutting, Mtp, cutting
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_other_model, refuse_stale, sliced_lineage, slicing_lineage
+from lapcli.stages.rotating import Bases, Turn, rotated, turns_of
 
 _COPY_BLOCK = 16 << 20
 _MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
@@ -41,6 +43,9 @@ _MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_lay
 
 _DIGEST = "digest"
 """Where a slice's record has the digest of its own config, index and weights."""
+
+_ORTHONORMAL = 1e-9
+"""How far products of directions may be from 0 and 1: K eps of rounding is far below, a wrong matrix far above."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +83,83 @@ class _Work:
         cutting: what becomes of each tensor.
         config: the sliced model's.
         code: what must lie beside it so that transformers can load it, or `None`.
+        turns: the rows of tensors that are computed anew, where directions are kept.
     """
 
     plan: SlicePlan
     cutting: Cutting
     config: dict[str, Any]
     code: ModelCode | None = None
+    turns: Mapping[str, tuple[Turn, ...]] = field(default_factory=dict[str, tuple[Turn, ...]])
 
     def shards(self, source: ModelSource) -> list[SafetensorsHeader]:
         """The files of which anything is left."""
         return [header for header in source.headers if header.tensors.keys() - self.cutting.dropped]
 
 
-def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int, NDArray[np.int64]]:
+@dataclass(frozen=True)
+class _Narrowing:
+    """What a selection makes of the key axis.
+
+    Attributes:
+        kept_width: `K'`.
+        gone: by layer and head, the channels that go; where directions are kept, as many of them.
+        bases: those directions, or `None`.
+    """
+
+    kept_width: int
+    gone: Mapping[int, Sequence[set[int]]]
+    bases: Bases | None = None
+
+
+def _narrowing(selection: Artifact, layers: Sequence[StatefulLayer]) -> _Narrowing:
+    """What the selection keeps, checked against the layers."""
+    tensors = selection.tensors()
+    if any(name.endswith(".basis") for name in tensors):
+        bases = {layer.index: _basis(selection, tensors, layer) for layer in layers}
+        width = _one_width(selection, {basis.shape[1] for basis in bases.values()})
+        gone = {layer.index: [set(range(width, layer.key_width))] * layer.heads for layer in layers}
+        return _Narrowing(width, gone, bases)
+    kept = _kept_sets(selection, tensors, layers)
+    width = _one_width(selection, {indices.shape[1] for indices in kept.values()})
+    whole = {layer.index: range(layer.key_width) for layer in layers}
+    return _Narrowing(
+        width, {index: [set(whole[index]).difference(row.tolist()) for row in rows] for index, rows in kept.items()}
+    )
+
+
+def _one_width(selection: Artifact, widths: set[int]) -> int:
+    if len(widths) != 1:
+        raise ArtifactError(
+            f"{selection.path} keeps different widths ({sorted(widths)}); one config field holds them all"
+        )
+    return widths.pop()
+
+
+def _basis(selection: Artifact, tensors: Mapping[str, Any], layer: StatefulLayer) -> NDArray[np.float64]:
+    """T of each head, checked: `[H, K', K]` in fp64 with orthonormal rows."""
+    name = f"layers.{layer.index}.basis"
+    if name not in tensors:
+        raise ArtifactError(f"{selection.path} holds no {name}", "select again")
+    basis = tensors[name].numpy()
+    if basis.ndim != 3 or basis.dtype != np.float64 or basis.shape[0] != layer.heads or not basis.size:
+        raise ArtifactError(
+            f"{selection.path}: {name} is {basis.dtype} {list(basis.shape)}; float64 for {layer.heads} key heads of "
+            f"{layer.key_width} is wanted"
+        )
+    products = basis @ basis.transpose(0, 2, 1) if basis.shape[2] == layer.key_width else np.full((1, 1), np.nan)
+    if not (np.abs(products - np.eye(products.shape[-1])) < _ORTHONORMAL).all():
+        raise ArtifactError(
+            f"{selection.path}: the directions of layer {layer.index} are not orthonormal in {layer.key_width} channels"
+        )
+    return basis
+
+
+def _kept_sets(
+    selection: Artifact, tensors: Mapping[str, Any], layers: Sequence[StatefulLayer]
+) -> dict[int, NDArray[np.int64]]:
     """The kept indices by layer, checked: `[H, K']`, within the head, strictly ascending."""
     kept: dict[int, NDArray[np.int64]] = {}
-    tensors = selection.tensors()
     for layer in layers:
         name = f"layers.{layer.index}.kept"
         if name not in tensors:
@@ -109,11 +175,6 @@ def _kept_sets(selection: Artifact, layers: Sequence[StatefulLayer]) -> dict[int
                 f"within 0..{layer.key_width - 1}"
             )
         kept[layer.index] = indices
-    widths = {indices.shape[1] for indices in kept.values()}
-    if len(widths) != 1:
-        raise ArtifactError(
-            f"{selection.path} keeps different widths ({sorted(widths)}); one config field holds them all"
-        )
     return kept
 
 
@@ -126,12 +187,10 @@ def _without_head(config: dict[str, Any]) -> dict[str, Any]:
     return changed if text is config else {**changed, **none[0]}
 
 
-def _work(source: ModelSource, layers: tuple[StatefulLayer, ...], kept: Mapping[int, NDArray[np.int64]]) -> _Work:
-    family, kept_width = family_for(source.config), next(iter(kept.values())).shape[1]
+def _work(source: ModelSource, layers: tuple[StatefulLayer, ...], narrowing: _Narrowing) -> _Work:
+    family, kept_width = family_for(source.config), narrowing.kept_width
     config = family.sliced_config(source.config, kept_width)
-    width = {layer.index: layer.key_width for layer in layers}
-    gone = {index: [set(range(width[index])).difference(row.tolist()) for row in rows] for index, rows in kept.items()}
-    found = cutting(source, layers, gone)
+    found = cutting(source, layers, narrowing.gone)
     plan = SlicePlan(
         kept_width=kept_width,
         layers=layers,
@@ -142,7 +201,8 @@ def _work(source: ModelSource, layers: tuple[StatefulLayer, ...], kept: Mapping[
         state_bytes_after=sum(layer.state_bytes(kept_width) for layer in layers),
         mtp=found.mtp,
     )
-    return _Work(plan, found, _without_head(config) if found.dropped else config, family.model_code(config))
+    turns = {} if narrowing.bases is None else turns_of(source, layers, narrowing.bases)
+    return _Work(plan, found, _without_head(config) if found.dropped else config, family.model_code(config), turns)
 
 
 def _write_shard(header: SafetensorsHeader, work: _Work, target: Path, advance: Any) -> None:
@@ -154,7 +214,9 @@ def _write_shard(header: SafetensorsHeader, work: _Work, target: Path, advance: 
                 advance(entry.nbytes)
                 continue
             cut = work.cutting.cuts.get(entry.name)
-            if cut is None:
+            if entry.name in work.turns:
+                out.writelines(rotated(source, entry, work.turns[entry.name]))
+            elif cut is None:
                 source.seek(entry.start)
                 left = entry.nbytes
                 while left:
@@ -187,7 +249,8 @@ def _write_index(source: ModelSource, work: _Work, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _card(source: ModelSource, plan: SlicePlan, settings: Mapping[str, Any], code: bool) -> str:
+def _card(source: ModelSource, work: _Work, settings: Mapping[str, Any]) -> str:
+    plan, code, turned = work.plan, work.code is not None, bool(work.turns)
     layer = plan.layers[0]
     needs = (
         "Load model and tokenizer with `trust_remote_code=True`: the Python files here are lapcli's, since the "
@@ -197,8 +260,9 @@ def _card(source: ModelSource, plan: SlicePlan, settings: Mapping[str, Any], cod
         f"# {source.name}, state cut from {layer.key_width} to {plan.kept_width} key channels a head\n\n"
         f"Made by lapcli from `{source.name}`"
         + (f" (revision `{source.revision}`)" if source.revision else "")
-        + f". The key/query channels of {len(plan.layers)} recurrent layers were selected with "
-        f"`{settings.get('method')}` and cut out of the weights; nothing was retrained.\n\n"
+        + f". The key/query channels of {len(plan.layers)} recurrent layers were "
+        + ("rotated and then selected" if turned else "selected")
+        + f" with `{settings.get('method')}` and cut out of the weights; nothing was retrained.\n\n"
         f"| | base | here |\n| --- | --- | --- |\n"
         f"| key width | {layer.key_width} | {plan.kept_width} |\n"
         f"| state of one sequence, fp32 bytes | {plan.state_bytes_before} | {plan.state_bytes_after} |\n"
@@ -213,16 +277,13 @@ def plan_slicing(source: ModelSource, selection: Artifact) -> SlicePlan:
 
     Raises:
         ArtifactError: the selection was made for another model, or does not fit it.
-        FamilyError: the family is unknown, or declares channels that its checkpoints do not have.
+        FamilyError: the family is unknown, declares channels that its checkpoints do not have, or cannot be rotated.
         ModelError: the model is quantised, has no safetensors, or does not fit its config.
     """
-    layers, kept = _checked(source, selection)
-    return _work(source, layers, kept).plan
+    return _work(source, *_checked(source, selection)).plan
 
 
-def _checked(
-    source: ModelSource, selection: Artifact
-) -> tuple[tuple[StatefulLayer, ...], dict[int, NDArray[np.int64]]]:
+def _checked(source: ModelSource, selection: Artifact) -> tuple[tuple[StatefulLayer, ...], _Narrowing]:
     refuse_quantised(source.config, source.name)
     assert source.headers  # raises where there are no safetensors, damaged ones, or others than the config implies
     refuse_other_model(
@@ -232,7 +293,7 @@ def _checked(
     layers = family_for(source.config).layers(source.config)
     if not layers:
         raise FamilyError(f"{source.name} has no layer with a state")
-    return layers, _kept_sets(selection, layers)
+    return layers, _narrowing(selection, layers)
 
 
 def slice_model(
@@ -244,6 +305,8 @@ def slice_model(
     reporter: Reporter | None = None,
 ) -> SlicePlan:
     """Cut the channels that a selection drops out of every coupled tensor and write the smaller model.
+
+    Where the selection keeps directions instead, the tensors are rotated to them (`lapcli.stages.rotating`).
 
     Args:
         source: the base model.
@@ -257,12 +320,11 @@ def slice_model(
 
     Raises:
         ArtifactError: the selection was made for another model or does not fit; the directory exists; a full disk.
-        FamilyError: the family is unknown, or declares channels that its checkpoints do not have.
+        FamilyError: the family is unknown, declares channels that its checkpoints do not have, or cannot be rotated.
         ModelError: the model is quantised, has no safetensors, or does not fit its config.
     """
     reporter = reporter or SilentReporter()
-    layers, kept = _checked(source, selection)
-    work = _work(source, layers, kept)
+    work = _work(source, *_checked(source, selection))
     plan = work.plan
     if plan.mtp == "dropped":
         reporter.warn(
@@ -283,7 +345,7 @@ def slice_model(
         # After those: a slice that is sliced again gets today's code.
         for name, packaged in ({} if work.code is None else work.code.files()).items():
             shutil.copyfile(packaged, folder / name)
-        (folder / "README.md").write_text(_card(source, plan, selection.lineage.settings, work.code is not None))
+        (folder / "README.md").write_text(_card(source, work, selection.lineage.settings))
         lineage = slicing_lineage(source, selection, artifact_digest(selection))
         record = {_DIGEST: resolve_model(str(folder)).digest}
         write_document(folder / LINEAGE_FILE, replace(lineage, record=record))

@@ -28,6 +28,7 @@ from lapcli.stages.calibration import check_calibration, has_saliency
 from lapcli.stages.evaluation import plan_stage
 from lapcli.stages.pruning import calibration_there
 from lapcli.stages.recovery import check_recovery
+from lapcli.stages.rotating import refuse_unturnable
 from lapcli.stages.selection import budget_for
 from lapcli.sweeps.cells import Cell
 from lapcli.sweeps.pool import Pool, Slot
@@ -167,6 +168,8 @@ def plan_sweep(
     needs: dict[str, bool] = {}
     for cell in cells:
         selector = budget_for(layers[0].key_width, cell.selection).selector
+        if selector.rotates:
+            refuse_unturnable(source, layers)
         needs[cell.name] = any(need.startswith("saliency") for need in selector.needs(cell.selection.score_from))
     machine.check(source.config, layers, needs_gradient=any(needs.values()))
     if machine.split:

@@ -1,4 +1,4 @@
-"""Slices by hand: any kept channels, without calibration or a selector."""
+"""Slices by hand: any kept channels or directions, without calibration or a selector."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,14 +29,25 @@ def random_kept(source: ModelSource, width: int, seed: int = 0) -> dict[int, Ten
     }
 
 
+def random_bases(source: ModelSource, width: int, seed: int = 0) -> dict[int, Tensor]:
+    """By layer, for each head orthonormal directions at random, fp64 `[H, K', K]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        layer.index: torch.linalg.qr(
+            torch.randn(layer.heads, layer.key_width, width, generator=generator, dtype=torch.float64)
+        ).Q.mT.contiguous()
+        for layer in layers_of(source)
+    }
+
+
 def selection_of(source: ModelSource, kept: Mapping[int, Tensor], folder: Path) -> Artifact:
-    """A selection of these channels, written into a folder."""
+    """A selection of these channels `[H, K']`, or directions `[H, K', K]`, written into a folder."""
     lineage = Lineage("selection", source.describe(), "any", {"method": "by hand", "kept_width": 0})
-    tensors = {f"layers.{index}.kept": rows for index, rows in kept.items()}
+    tensors = {f"layers.{index}.{'basis' if rows.ndim == 3 else 'kept'}": rows for index, rows in kept.items()}
     return write_artifact(folder / "selection.safetensors", lineage, tensors)
 
 
 def sliced_by(source: ModelSource, kept: Mapping[int, Tensor], folder: Path) -> ModelSource:
-    """The slice that keeps these channels, in `folder / "sliced"`."""
+    """The slice that keeps these channels or directions, in `folder / "sliced"`."""
     slice_model(source, selection_of(source, kept, folder), folder / "sliced")
     return resolve_model(str(folder / "sliced"))

@@ -36,6 +36,7 @@ from lapcli.errors import ArtifactError, FamilyError, RecipeError
 from lapcli.families.base import StatefulLayer
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
+from lapcli.models.convolution import ShortConvolution
 from lapcli.stages.lineage import LINEAGE_FILE
 
 RANK = 32
@@ -552,7 +553,7 @@ def _plan_layer(model: nn.Module, layer: StatefulLayer, lora: tuple[str, ...], f
 
 def _check_convolutions(layer: StatefulLayer, convolutions: Mapping[str, nn.Module]) -> None:
     declared = {tap.convolution for tap in (layer.keys, layer.queries) if tap is not None} - {None}
-    channels = sum(module.get_parameter("weight").shape[0] for module in convolutions.values())
+    channels = sum(_channels(module) for module in convolutions.values())
     wanted = 0 if layer.convolution is None else layer.convolution.channels
     if channels != wanted or not declared <= convolutions.keys():
         raise FamilyError(
@@ -561,8 +562,18 @@ def _check_convolutions(layer: StatefulLayer, convolutions: Mapping[str, nn.Modu
         )
 
 
+def _channels(convolution: nn.Module) -> int:
+    """Of a short convolution; lapcli's own may have one filter for several."""
+    if isinstance(convolution, ShortConvolution):
+        return convolution.channels
+    return convolution.get_parameter("weight").shape[0]
+
+
 def _is_convolution(module: nn.Module) -> bool:
-    """Whether a module is a short convolution: one filter a channel, `[channels, 1, taps]`, as every library has it."""
+    """Whether a module is a short convolution: one filter a channel, `[channels, 1, taps]`, as every library has it.
+
+    Of lapcli's own the first axis may count heads instead.
+    """
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim == 3 and weight.shape[1] == 1
 

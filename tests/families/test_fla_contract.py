@@ -20,7 +20,7 @@ from lapcli.families.loading import load_model, load_tokenizer, resolve_model
 from lapcli.families.registry import family_for
 from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings, SelectionSettings
-from lapcli.selectors.registry import SELECTORS
+from lapcli.selectors.registry import CHANNEL_SELECTORS
 from lapcli.stages.calibration import calibrate, read_rows
 from lapcli.stages.selection import select
 from lapcli.stages.slicing import plan_slicing, slice_model
@@ -330,7 +330,7 @@ def test_calibrated_selected_and_sliced_by_every_selector_it_runs(fla_on_a_gpu, 
     calibration, worked = calibrate(source, settings, tmp_path / "calibration", machine=machine, saliency=True)
     assert worked
     ids = torch.arange(3, 131).unsqueeze(0)
-    for method in SELECTORS:
+    for method in CHANNEL_SELECTORS:
         request = SelectionSettings(method=method, ratio="0.5")
         selection, _worked = select(calibration, request, tmp_path / f"{method}.safetensors")
         slice_model(source, selection, tmp_path / method)

@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lapcli.families.source import resolve_model
 from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings, SelectionSettings
-from lapcli.selectors.registry import SELECTORS
+from lapcli.selectors.registry import CHANNEL_SELECTORS
 from lapcli.stages.calibration import calibrate
 from lapcli.stages.selection import select
 from lapcli.testing.slices import layers_of
@@ -37,7 +37,7 @@ def test_every_selector_chooses_for_itself(model_type, tmp_path):
         source, SETTINGS, tmp_path / "calibration.safetensors", machine=Machine(device="cpu"), saliency=True
     )
     layers, chosen = layers_of(source), {}
-    for method in SELECTORS:
+    for method in CHANNEL_SELECTORS:
         request = SelectionSettings(method=method, keep=KEPT, seed=3)
         selection, _worked = select(calibration, request, tmp_path / f"{method}.safetensors")
         masks = []

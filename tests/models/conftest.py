@@ -20,6 +20,7 @@ VARIANTS = {
     "delta": ("delta_net", {}),
     "delta_elu_sum_gate": ("delta_net", {"qk_activation": "elu", "qk_norm": "sum", "use_gate": True}),
     "delta_relu_no_beta": ("delta_net", {"qk_activation": "relu", "use_beta": False, "use_short_conv": False}),
+    "delta_shared_filters": ("delta_net", {"head_shared_conv": True}),
     "delta_identity_negative": ("delta_net", {"qk_activation": "identity", "allow_neg_eigval": True}),
 }
 

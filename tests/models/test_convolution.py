@@ -33,6 +33,21 @@ def test_output_has_the_length_of_the_input(convolution, time):
     assert relative_error(y, by_torch(convolution, x)) < EXACT
 
 
+def test_a_filter_shared_by_a_head_is_one_for_each_of_its_channels():
+    torch.manual_seed(0)
+    shared, apart = ShortConvolution(6, 3, True, heads=2).double(), ShortConvolution(6, 3, True).double()
+    torch.nn.init.normal_(shared.weight)
+    apart.weight.data = torch.stack([shared.weight[channel // 3] for channel in range(6)]).detach()
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    (one, one_state), (other, other_state) = shared(x), apart(x)
+    assert torch.equal(one, other)
+    assert torch.equal(one_state, other_state)
+    one.square().sum().backward()
+    other.square().sum().backward()
+    summed = torch.stack([apart.weight.grad[:3].sum(0), apart.weight.grad[3:].sum(0)])
+    assert relative_error(shared.weight.grad, summed) < EXACT
+
+
 def test_parts_with_the_carried_state_are_one_run(convolution):
     x = torch.randn(2, 11, 5, dtype=torch.float64)
     state, parts = None, []

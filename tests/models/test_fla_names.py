@@ -24,6 +24,14 @@ def fla():
         return pytest.importorskip("fla.models")
 
 
+@pytest.fixture
+def variant(variant):
+    """Those kinds of models that fla knows."""
+    if "head_shared_conv" in variant[1]:
+        pytest.skip("an option of ours, which fla does not have")
+    return variant
+
+
 def pair(fla, ours):
     """fla's class of the same name."""
     return getattr(fla, ours.__name__)
@@ -68,6 +76,25 @@ def test_checkpoints_go_both_ways(fla, model, tmp_path):
     again = type(model).from_pretrained(tmp_path / "theirs")
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_filters_that_a_head_shares_are_refused_by_fla_until_they_are_written_out(fla, make_model, tokens, tmp_path):
+    model = make_model("delta_net", head_shared_conv=True).float()
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["head_shared_conv"] is True
+    theirs = pair(fla, type(model))
+    with pytest.raises(RuntimeError, match="mismatched"):
+        theirs.from_pretrained(tmp_path)
+
+    written_out = {
+        name: tensor.repeat_interleave(6, 0) if name.endswith(("q_conv1d.weight", "k_conv1d.weight")) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    plain = make_model("delta_net").float()
+    theirs(pair(fla, type(model.config))(**stored(plain.config))).load_state_dict(written_out)
+    plain.load_state_dict(written_out)
+    ids = tokens(2, 30)
+    assert torch.equal(plain(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("value_width", [64, 128, 256, 512], ids="V{}".format)

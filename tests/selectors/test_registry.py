@@ -6,7 +6,7 @@ import torch
 
 from lapcli.errors import DataError, UsageError
 from lapcli.selectors.base import HeadStatistics
-from lapcli.selectors.registry import SELECTORS, select_layer, selector
+from lapcli.selectors.registry import CHANNEL_SELECTORS, SELECTORS, select_layer, selector
 
 H, K, KEPT = 3, 32, 16
 
@@ -38,7 +38,7 @@ def statistics():
 
 @pytest.mark.parametrize("score_from", ["both", "key", "query"])
 def test_no_selector_is_a_no_op_or_another_one(statistics, score_from):
-    kept = {method: select_layer(method, statistics, KEPT, score_from).kept for method in SELECTORS}
+    kept = {method: select_layer(method, statistics, KEPT, score_from).kept for method in CHANNEL_SELECTORS}
     first = torch.arange(KEPT).expand(H, KEPT)
     for method, chosen in kept.items():
         assert chosen.shape == (H, KEPT)
@@ -49,9 +49,9 @@ def test_no_selector_is_a_no_op_or_another_one(statistics, score_from):
         assert not torch.equal(kept[one], kept[other]), (one, other)
 
 
-@pytest.mark.parametrize("method", ["drrqr", "grad", "s-wanda", "l1"])
+@pytest.mark.parametrize("method", ["drrqr", "grad", "s-wanda", "l1", "pca"])
 def test_score_from_decides(statistics, method):
-    key, query, both = (select_layer(method, statistics, KEPT, side).kept for side in ("key", "query", "both"))
+    key, query, both = (select_layer(method, statistics, KEPT, side)[0] for side in ("key", "query", "both"))
     assert not torch.equal(key, query)
     assert not torch.equal(key, both)
     assert not torch.equal(query, both)
@@ -65,8 +65,9 @@ def test_what_is_needed_is_enough_and_nothing_less_is(statistics, method, score_
     if not needs:
         absent.pop("magnitude_key")  # rand needs only to know how many channels there are
     enough = replace(statistics, **absent)
+    # Channels, or directions.
     assert torch.equal(
-        select_layer(method, enough, KEPT, score_from).kept, select_layer(method, statistics, KEPT, score_from).kept
+        select_layer(method, enough, KEPT, score_from)[0], select_layer(method, statistics, KEPT, score_from)[0]
     )
     for name in needs:
         with pytest.raises(DataError, match=f"layer 7: {method} needs {name}"):
@@ -110,11 +111,12 @@ def test_statistics_that_do_not_fit_each_other_are_refused(statistics):
         select_layer("rand", HeadStatistics(tokens=5), 1)
 
 
-def test_what_is_no_gram_matrix_names_the_layer(statistics):
+@pytest.mark.parametrize("method", ["drrqr", "pca"])
+def test_what_is_no_gram_matrix_names_the_layer(statistics, method):
     crooked = statistics.gram_key.clone()
     crooked[1, 0, 1] += 100
     with pytest.raises(DataError, match=r"layer 3: head 1: .*not symmetric"):
-        select_layer("drrqr", replace(statistics, gram_key=crooked), KEPT, layer=3)
+        select_layer(method, replace(statistics, gram_key=crooked), KEPT, layer=3)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lapcli.machine import Machine
 from lapcli.parallel import Processes
 from lapcli.recipe import SelectionSettings
 from lapcli.reporting import SilentReporter
-from lapcli.selectors.registry import SELECTORS
+from lapcli.selectors.registry import CHANNEL_SELECTORS
 from lapcli.stages import calibration
 from lapcli.stages.calibration import calibrate
 from lapcli.stages.selection import select
@@ -70,7 +70,7 @@ def test_two_processes_make_what_one_makes(model, text, wanted_settings, tmp_pat
     found = read_artifact(two, "calibration")
     assert_close(found, wanted)
     assert found.lineage.record == wanted.lineage.record
-    for method in SELECTORS:
+    for method in CHANNEL_SELECTORS:
         chosen = SelectionSettings(method=method, ratio=0.5)
         kept = [
             select(artifact, chosen, tmp_path / f"{name}-{method}.safetensors")[0]

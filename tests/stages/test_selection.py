@@ -11,7 +11,7 @@ from lapcli.families.registry import family_for
 from lapcli.machine import Machine
 from lapcli.recipe import SelectionSettings
 from lapcli.selectors.base import HeadStatistics
-from lapcli.selectors.registry import SELECTORS, select_layer
+from lapcli.selectors.registry import CHANNEL_SELECTORS, SELECTORS, select_layer
 from lapcli.stages.calibration import calibrate
 from lapcli.stages.selection import select
 from lapcli.stages.slicing import plan_slicing
@@ -30,7 +30,7 @@ def kept(artifact, index):
 @pytest.mark.parametrize("score_from", ["both", "key", "query"])
 def test_every_method_chooses_for_itself(calibration, model, tmp_path, score_from):
     chosen = {}
-    for method in SELECTORS:
+    for method in CHANNEL_SELECTORS:
         request = SelectionSettings(method=method, ratio="0.5", score_from=score_from, seed=3)
         artifact, worked = select(calibration, request, tmp_path / f"{method}.safetensors")
         assert worked

@@ -9,7 +9,7 @@ from lapcli.families.loading import resolve_model
 from lapcli.families.registry import family_for
 from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings, SelectionSettings
-from lapcli.selectors.registry import SELECTORS
+from lapcli.selectors.registry import CHANNEL_SELECTORS
 from lapcli.stages.calibration import calibrate
 from lapcli.stages.selection import select
 
@@ -29,7 +29,7 @@ def of_the_demo(demo, tmp_path_factory):
 def test_every_selector_chooses_for_itself_on_the_demo_model(demo, of_the_demo, tmp_path):
     """in every layer and head, other channels than the first K', and than any other selector's."""
     kept = {}
-    for method in SELECTORS:
+    for method in CHANNEL_SELECTORS:
         artifact, _worked = select(of_the_demo, SelectionSettings(method=method, ratio="0.5"), tmp_path / method)
         kept[method] = {
             layer.index: artifact.tensor(f"layers.{layer.index}.kept")

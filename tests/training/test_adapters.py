@@ -33,6 +33,7 @@ PACKED = {
 }
 VARIANTS = {
     **{name: (name, {}) for name in (*OWN, *STOCK_MODELS)},
+    "delta_net-shared-filters": ("delta_net", {"head_shared_conv": True}),
     "gated_deltanet-sharded": ("gated_deltanet", {"max_shard_size": "60KB"}),
     "qwen3_5-multimodal-tied-sharded-bf16": (
         "qwen3_5",
