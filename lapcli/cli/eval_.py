@@ -29,7 +29,9 @@ def run(
     task_data: Annotated[
         Path | None, typer.Option(help="Folder with local copies of task data; what lies there is not fetched.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Items of each task. Default: all; NIAH: 25 a length.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Items of each task. Default: all; NIAH and RULER: 25 a length.")
+    ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of a window. Default: 2048, or what the model takes.")
     ] = None,
@@ -37,6 +39,10 @@ def run(
         int | None, typer.Option(help="Tokens that each window scores anew. Default: all of them.")
     ] = None,
     niah_lengths: Annotated[str, typer.Option(help="Prompt lengths of niah, in tokens.")] = "512,1024,2048",
+    ruler_lengths: Annotated[
+        str | None,
+        typer.Option(help="Prompt lengths of RULER's tasks, in tokens. Default: 1024,2048,4096, as the model takes."),
+    ] = None,
     niah_haystack: Annotated[
         Path | None, typer.Option(help="Text or JSONL to hide needles in. Default: held-out builtin text.")
     ] = None,
@@ -76,8 +82,9 @@ def run(
         stride=stride,
         bos=bos,  # pyright: ignore[reportArgumentType] -- checked there
         limit=limit,
-        niah_lengths=_lengths(niah_lengths),
+        niah_lengths=_lengths("--niah-lengths", niah_lengths),
         niah_haystack=niah_haystack,
+        ruler_lengths=None if ruler_lengths is None else _lengths("--ruler-lengths", ruler_lengths),
         seed=seed,
     )
     ours = processes()
@@ -102,6 +109,8 @@ def run(
                 "models": {label: source.name for label, source in models},
                 "measures": {label: [info.name for info in plan.missing(label)] or None for label, _ in models},
                 "has already": {label: plan.there(label) or None for label, _ in models},
+                "data from the hub": list(plan.fetched) or None,
+                "lengths": list(plan.remarks) or None,
                 "writes": str(directory.evaluation),
             },
             as_json,
@@ -151,13 +160,13 @@ def _raise_failures(evaluation: "Evaluation", checks: "list[Check]") -> None:
         raise CheckFailed("\n".join(found), "the results are written; they fail what --fail-if says")
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+def _lengths(option: str, text: str) -> tuple[int, ...]:
     from lapcli.errors import UsageError
 
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise UsageError(f"--niah-lengths {text!r} is no list of whole numbers", "for example 512,1024") from error
+        raise UsageError(f"{option} {text!r} is no list of whole numbers", "for example 512,1024") from error
 
 
 def _models(model: str | None, baseline: str | None, run: "RunDirectory") -> "list[tuple[str, ModelSource]]":

@@ -11,16 +11,21 @@ from lapcli.evaluation.tasks import TaskInfo
 def group_scores(infos: Sequence[TaskInfo], scores: Sequence[Score]) -> tuple[Score, ...]:
     """The means of the groups among the tasks, each task counting the same; none where a member is not measured yet.
 
+    Of tasks with several lengths there is a mean at each length that all of them were measured at.
+
     Args:
         infos: tasks and groups.
         scores: of the members, among others.
     """
-    there = {(score.task, score.metric): score for score in scores if score.length is None}
+    there = {score.key: score for score in scores}
+    lengths = sorted({score.length for score in scores}, key=lambda length: length or 0)
     found: list[Score] = []
     for info in infos:
         for metric, names in info.means.items():
-            if all(name in there for name in names):
-                found.append(_mean(info.name, metric, [there[name] for name in names]))
+            for length in lengths:
+                parts = [there.get((*name, length)) for name in names]
+                if all(parts):
+                    found.append(_mean(info.name, metric, [part for part in parts if part is not None]))
     return tuple(found)
 
 
@@ -36,6 +41,7 @@ def _mean(group: str, metric: str, parts: Sequence[Score]) -> Score:
             # Whatever else the parts were measured with, in one word: means compare only where all of it is alike.
             "settings": digest_document([dict(part.settings) for part in parts]),
         },
+        length=parts[0].length,
         counts={"tasks": len(parts), "documents": sum(part.estimate.n for part in parts)},
         of=tuple(part.request for part in parts if part.request is not None),
     )

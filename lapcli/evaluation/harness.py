@@ -142,6 +142,36 @@ def require_lm_eval() -> None:
         raise ModelError("this task runs through lm-eval, which is not installed", "pip install lm-eval")
 
 
+def lies_here(harness_name: str, task_data: Path | None) -> bool:
+    """Whether all data of a task lies in a folder, so that nothing of it would be fetched.
+
+    Args:
+        harness_name: lm-eval's name.
+        task_data: the folder with local copies, if there is one.
+    """
+    if task_data is None:
+        return False
+    if find_local(harness_name, task_data) is not None:
+        return True
+    data_sets = _data_sets(_manager([harness_name]), harness_name)
+    return bool(data_sets) and all(find_hub_copy(data_set, task_data) is not None for data_set in data_sets)
+
+
+def no_copy(name: str, harness_name: str, task_data: Path) -> DataError:
+    """The error for a folder that holds no copy of a task's data.
+
+    Args:
+        name: what scores call the task.
+        harness_name: lm-eval's name.
+        task_data: the folder.
+    """
+    data_sets = _data_sets(_manager([harness_name]), harness_name)
+    return DataError(
+        f"{name}: {task_data} holds no copy of its data",
+        f"looked for {describe_layouts(harness_name, next(iter(data_sets), None))} (DIR is --task-data)",
+    )
+
+
 def load_task(name: str, harness_name: str, task_data: Path | None) -> HarnessTask:
     """Build a task from lm-eval's definition and load its data.
 
@@ -164,10 +194,7 @@ def load_task(name: str, harness_name: str, task_data: Path | None) -> HarnessTa
         found = {data_set: find_hub_copy(data_set, task_data) for data_set in data_sets}
         copies = {data_set: copy for data_set, copy in found.items() if copy is not None}
         if not override and not copies and harness_name in LOCAL_TASKS:
-            raise DataError(
-                f"{name}: {task_data} holds no copy of its data",
-                f"looked for {describe_layouts(harness_name, next(iter(data_sets), None))} (DIR is --task-data)",
-            )
+            raise no_copy(name, harness_name, task_data)
     here = bool(override) or (bool(data_sets) and len(copies) == len(data_sets))
     with _quiet(), _reading_copies(copies), contextlib.nullcontext() if here else _offline_without_network():
         try:

@@ -29,7 +29,7 @@ from lapcli.evaluation.estimates import accuracy
 from lapcli.evaluation.results import Score
 from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.evaluation.settings import EvaluationSettings
-from lapcli.evaluation.tokenization import encode, prompt_start, token_name, tokenizer_digest
+from lapcli.evaluation.tokenization import decode, encode, prompt_start, squeeze, token_name, tokenizer_digest
 from lapcli.reporting import Reporter
 
 DIGITS = 7
@@ -263,15 +263,10 @@ def _prompt(
 def _assert_present(prompt: Prompt, tokenizer: Any) -> None:
     needle = prompt.needle
     statement = RULER_NEEDLE.format(kind=f"{needle.kind}s", key=needle.key, value=needle.value)
-    seen = _squeeze(tokenizer.decode(prompt.tokens, clean_up_tokenization_spaces=False))
-    answer = _squeeze(tokenizer.decode(prompt.answer, clean_up_tokenization_spaces=False))
-    if _squeeze(statement) not in seen or answer != needle.value:
+    seen = squeeze(decode(tokenizer, prompt.tokens))
+    answer = squeeze(decode(tokenizer, prompt.answer))
+    if squeeze(statement) not in seen or answer != needle.value:
         raise ModelError(
             f"the tokenizer does not give back the needle {statement!r} (answer {answer!r})",
             "NIAH needs a tokenizer that keeps words and digits",
         )
-
-
-def _squeeze(text: str) -> str:
-    # Some tokenizers put blanks around punctuation, or lower-case.
-    return "".join(text.split()).casefold()

@@ -49,10 +49,10 @@ def request_digest(
         path = info.name.removeprefix(TEXT_PREFIX) if info.name.startswith(TEXT_PREFIX) else None
         data = None if path is None else _file(Path(path))
         asked |= {"max_length": max_length, "stride": settings.stride, "data": data}
-    elif info.kind == "niah":
+    elif info.kind in ("niah", "ruler"):
         haystack = settings.niah_haystack
         asked |= {
-            "lengths": settings.niah_lengths,
+            "lengths": settings.niah_lengths if info.kind == "niah" else settings.ruler_lengths,
             "samples": settings.niah_samples,
             "data": None if haystack is None else _file(haystack),
         }

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,17 @@ from lapcli.data.builtin import heldout_builtin_text
 from lapcli.data.documents import Document
 from lapcli.errors import DataError, UsageError
 from lapcli.evaluation.groups import group_scores
-from lapcli.evaluation.harness import check_names, check_packages, load_task, measure_harness
-from lapcli.evaluation.local_data import read_documents
-from lapcli.evaluation.niah import check_lengths, measure_niah, noise_documents
+from lapcli.evaluation.harness import check_names, check_packages, lies_here, load_task, measure_harness, no_copy
+from lapcli.evaluation.lengths import Asked, look_at_lengths, resolve_max_length, resolve_ruler_lengths
+from lapcli.evaluation.local_data import LOCAL_TASKS, read_documents
+from lapcli.evaluation.niah import measure_niah, noise_documents
 from lapcli.evaluation.perplexity import measure_perplexity
 from lapcli.evaluation.request import request_digest
 from lapcli.evaluation.results import Evaluation, ModelScores, Score
+from lapcli.evaluation.ruler import measure_ruler
+from lapcli.evaluation.ruler_texts import Material
 from lapcli.evaluation.scoring import LoadedModel
-from lapcli.evaluation.settings import DEFAULT_MAX_LENGTH, EvaluationOptions, EvaluationSettings
+from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.evaluation.tasks import NOISE_TASK, TEXT_PREFIX, TaskInfo, expand, parse_tasks
 from lapcli.reporting import Reporter, SilentReporter
 
@@ -44,6 +47,9 @@ class EvaluationPlan:
         max_length: tokens of a window.
         requests: for each model's label the digest of each task's request, by name.
         known: for each model's label the scores that are there already, by request.
+        left_out: for each model's label the tasks that none of the lengths has room for.
+        remarks: what there is to say of lengths.
+        fetched: the tasks whose data is looked for on the hub or in its cache, once `read_local_data` has told.
     """
 
     tasks: tuple[TaskInfo, ...]
@@ -51,10 +57,15 @@ class EvaluationPlan:
     max_length: int
     requests: Mapping[str, Mapping[str, str]]
     known: Mapping[str, Mapping[str, tuple[Score, ...]]]
+    left_out: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    fetched: tuple[str, ...] = ()
 
     def missing(self, label: str) -> list[TaskInfo]:
-        """The tasks that a model has still to be measured on."""
-        return [info for info in self.tasks if self.requests[label][info.name] not in self.known[label]]
+        """The tasks that a model has still to be measured on, but for those that no length has room for."""
+        out = self.left_out.get(label, frozenset())
+        asked = [info for info in self.tasks if info.name not in out]
+        return [info for info in asked if self.requests[label][info.name] not in self.known[label]]
 
     def there(self, label: str) -> list[str]:
         """The names of the tasks that a model has been measured on already."""
@@ -84,12 +95,14 @@ def plan_evaluation(
     Raises:
         LapcliError: as `evaluate`.
     """
-    from lapcli.families.loading import load_tokenizer, packaged_class
+    from lapcli.families.loading import packaged_class
 
     labels = [label for label, _ in models]
     if not labels or len(set(labels)) < len(labels):
         raise UsageError(f"the models to evaluate are labelled {labels}; each needs a label of its own")
-    max_length = resolve_max_length(settings, [source.config for _, source in models], reporter or SilentReporter())
+    configs = [source.config for _, source in models]
+    settings = resolve_ruler_lengths(settings, configs)
+    max_length = resolve_max_length(settings, configs, reporter or SilentReporter())
     asked = parse_tasks(tasks)
     infos = expand(asked)
     ran = versions(device)
@@ -111,27 +124,36 @@ def plan_evaluation(
     groups = tuple(info for info in asked if info.kind == "group")
     plan = EvaluationPlan(tuple(infos), groups, max_length, requests, known)
     _check_names(plan.to_measure())
-    for label, source in models:
+    for _label, source in models:
         assert source.headers  # raises where the weights are damaged or do not fit the config
         packaged_class(source, trust_remote_code)  # raises where code that must not run would be needed
-        if any(info.kind == "niah" for info in plan.missing(label)):
-            limit = _position_limit(source.config)
-            beyond = [str(length) for length in settings.niah_lengths if limit is not None and length > limit]
-            if beyond and reporter is not None:
-                reporter.warn(f"niah at {', '.join(beyond)} is beyond the {limit} positions that {label} was made for")
-            check_lengths(settings, load_tokenizer(source, trust_remote_code=trust_remote_code))
-    return plan
+    missing = [Asked(label, source, plan.missing(label), bool(known[label])) for label, source in models]
+    found = look_at_lengths(missing, settings, lambda: _material(settings), trust_remote_code)
+    if reporter is not None:
+        for remark in found.remarks:
+            reporter.warn(remark)
+    return replace(plan, left_out=found.left_out, remarks=found.remarks)
 
 
-def read_local_data(plan: EvaluationPlan, settings: EvaluationSettings, options: EvaluationOptions) -> None:
-    """Read the data of the tasks to be measured, but for what would be fetched from the hub.
+def read_local_data(plan: EvaluationPlan, settings: EvaluationSettings, options: EvaluationOptions) -> tuple[str, ...]:
+    """Read the data of the tasks to be measured, but for what would be fetched from the hub, or read from its cache.
+
+    Returns:
+        The tasks whose data was not looked at for that reason.
 
     Raises:
         DataError: data that is missing or cannot be read.
     """
+    fetched: list[str] = []
     for info in plan.to_measure():
-        if info.kind != "harness" or options.task_data is not None:
+        if info.harness_name is not None and not lies_here(info.harness_name, options.task_data):
+            # Of a folder that is named, what it should hold must be there.
+            if options.task_data is not None and info.harness_name in LOCAL_TASKS:
+                raise no_copy(info.name, info.harness_name, options.task_data)
+            fetched.append(info.name)
+        else:
             _prepare(info, settings, options, plan.max_length, SilentReporter())
+    return tuple(fetched)
 
 
 def evaluate(
@@ -172,7 +194,7 @@ def evaluate(
     """
     from lapcli.families.loading import load_model, load_tokenizer
 
-    settings = settings or EvaluationSettings()
+    settings = resolve_ruler_lengths(settings or EvaluationSettings(), [source.config for _, source in models])
     options = options or EvaluationOptions()
     reporter = reporter or SilentReporter()
     plan = plan_evaluation(
@@ -244,9 +266,10 @@ def evaluate_model(
     Raises:
         LapcliError: as `evaluate`.
     """
-    settings = settings or EvaluationSettings()
+    configs = [model.config.to_dict()]
+    settings = resolve_ruler_lengths(settings or EvaluationSettings(), configs)
     reporter = reporter or SilentReporter()
-    max_length = resolve_max_length(settings, [model.config.to_dict()], reporter)
+    max_length = resolve_max_length(settings, configs, reporter)
     measures = prepare(tasks, settings, options or EvaluationOptions(), max_length, reporter)
     loaded = LoadedModel(model=model, tokenizer=tokenizer, name=label)
     training = model.training
@@ -285,23 +308,6 @@ def prepare(
     infos = expand(parse_tasks(tasks))
     _check_names(infos)
     return [_prepare(info, settings, options, max_length, reporter) for info in infos]
-
-
-def resolve_max_length(settings: EvaluationSettings, configs: Sequence[Mapping[str, Any]], reporter: Reporter) -> int:
-    """Tokens of a window: as set, else 2048 or what the shortest model was made for.
-
-    Args:
-        settings: `max_length` is read.
-        configs: of all models that are to be compared.
-        reporter: told when a window is longer than a model was made for.
-    """
-    limits = [limit for limit in map(_position_limit, configs) if limit is not None]
-    shortest = min(limits, default=None)
-    if settings.max_length is None:
-        return DEFAULT_MAX_LENGTH if shortest is None else min(DEFAULT_MAX_LENGTH, shortest)
-    if shortest is not None and settings.max_length > shortest:
-        reporter.notice(f"--max-length {settings.max_length} is beyond the {shortest} positions a model was made for")
-    return settings.max_length
 
 
 def versions(device: torch.device | str) -> dict[str, str]:
@@ -356,6 +362,11 @@ def _prepare(
         return lambda loaded: measure_niah(
             haystack, loaded, settings, batch_size=batch_size, reporter=reporter, task=info.name, joiner=joiner
         )
+    if info.kind == "ruler":
+        material = _material(settings)
+        return lambda loaded: measure_ruler(
+            info.name, material, loaded, settings, batch_size=batch_size, reporter=reporter
+        )
     path = info.name.removeprefix(TEXT_PREFIX) if info.name.startswith(TEXT_PREFIX) else None
     documents = _documents(path)
     return lambda loaded: measure_perplexity(
@@ -369,21 +380,16 @@ def _prepare(
     )
 
 
+def _material(settings: EvaluationSettings) -> Material:
+    return Material(_documents(settings.niah_haystack))
+
+
 def _documents(path: Path | str | None) -> list[Document]:
     if path is None:
         return heldout_builtin_text()
     if not Path(path).is_file():
         raise DataError(f"{path} is no file")
     return read_documents(Path(path))
-
-
-def _position_limit(config: Mapping[str, Any]) -> int | None:
-    for part in (config, config.get("text_config") or {}):
-        for field in ("max_position_embeddings", "n_positions"):
-            limit = part.get(field)
-            if isinstance(limit, int) and limit > 1:
-                return limit
-    return None
 
 
 def _dtype_name(model: Any) -> str:

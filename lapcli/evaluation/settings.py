@@ -9,6 +9,7 @@ from lapcli.parallel import ALONE, Processes
 
 DEFAULT_MAX_LENGTH = 2048
 MIN_MAX_LENGTH = 2
+DEFAULT_RULER_LENGTHS = (1024, 2048, 4096)
 
 Bos = Literal["auto", "always", "never"]
 
@@ -25,10 +26,12 @@ class EvaluationSettings:
         bos: `auto`: a text is scored from the tokenizer's BOS (or else EOS) token, and prompts begin with one where
             the tokenizer itself adds it. `always`: prompts too. `never`: a text's first token is context only.
         limit: items per task: windows of text (drawn with the seed), documents of an lm-eval task (the first),
-            prompts of each NIAH length. `None`: all, and `niah_samples`.
+            prompts of each length of NIAH and of RULER's tasks. `None`: all, and `niah_samples`.
         niah_lengths: tokens of a NIAH prompt with its answer, at most.
-        niah_samples: prompts of each NIAH length.
-        niah_haystack: text or JSONL file of essays to hide the needle in; `None`: the held-out part of `builtin`.
+        niah_samples: prompts of each length of NIAH and of RULER's tasks.
+        niah_haystack: text or JSONL file of essays to hide needles in; `None`: the held-out part of `builtin`.
+        ruler_lengths: tokens of a prompt of RULER's tasks with what is written after it, at most. `None`: 1024, 2048
+            and 4096, of these what the shortest of the models takes.
         seed: of every draw.
     """
 
@@ -39,6 +42,7 @@ class EvaluationSettings:
     niah_lengths: tuple[int, ...] = (512, 1024, 2048)
     niah_samples: int = 25
     niah_haystack: Path | None = None
+    ruler_lengths: tuple[int, ...] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,8 +63,9 @@ class EvaluationSettings:
             raise UsageError(f"--limit {self.limit} leaves nothing to evaluate; give at least 1")
         if self.niah_samples < 1:
             raise UsageError(f"{self.niah_samples} NIAH prompts measure nothing; give at least 1")
-        if not self.niah_lengths or min(self.niah_lengths) < 1:
-            raise UsageError(f"the NIAH lengths are {self.niah_lengths}; give one or more, in tokens")
+        for name, lengths in (("NIAH", self.niah_lengths), ("RULER", self.ruler_lengths)):
+            if lengths is not None and (not lengths or min(lengths) < 1):
+                raise UsageError(f"the {name} lengths are {lengths}; give one or more, in tokens")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from lapcli.errors import DataError, UsageError
 TEXT_PREFIX = "text:"
 NOISE_TASK = "niah_noise"
 
-Kind = Literal["perplexity", "niah", "harness", "group"]
+Kind = Literal["perplexity", "niah", "ruler", "harness", "group"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class TaskInfo:
 
     Attributes:
         name: as typed.
-        kind: what runs it: our windows of text, our needle generator, lm-eval, or nothing but the tasks it is made of.
+        kind: what runs it: our windows of text, our needle generator, our RULER, lm-eval, or nothing but the tasks it
+            is made of.
         metrics: what it gives.
         summary: one line.
         source: the definition it follows.
@@ -56,6 +57,21 @@ _LONGBENCH = ("hotpotqa", "2wikimqa", "lcc", "repobench-p", "trec", "samsum", "t
 _LONGBENCH_PACKAGES = ("jieba", "fuzzywuzzy", "rouge")
 _ROUGE = ("rouge1", "rougeL")
 _ROUGE_PACKAGES = ("rouge_score",)
+
+
+_RULER = {
+    "niah_single_1": "a number in RULER's repeated sentences (S-NIAH-1), asked for in writing",
+    "niah_single_2": "a number in running text (S-NIAH-2)",
+    "niah_single_3": "a UUID in running text (S-NIAH-3)",
+    "niah_multikey_1": "one of four numbers in running text (MK-NIAH-1)",
+    "niah_multikey_2": "a number among nothing but others (MK-NIAH-2)",
+    "niah_multikey_3": "a UUID under a UUID, among nothing but others (MK-NIAH-3)",
+    "niah_multivalue": "four numbers under one key in running text (MV-NIAH)",
+    "niah_multiquery": "four numbers under four keys in running text (MQ-NIAH)",
+    "ruler_vt": "the five variables that one value is handed on to (variable tracking)",
+    "ruler_cwe": "the ten words that come most often in a list (common words extraction)",
+    "ruler_fwe": "the three words that come most often in a coded text (frequent words extraction)",
+}
 
 
 def _harness(
@@ -108,6 +124,18 @@ TASKS: dict[str, TaskInfo] = {
         summary="the same hidden in RULER's five repeated sentences, which is easier",
         source="S-NIAH-1 of RULER (Hsieh et al. 2024, arXiv 2404.06654)",
     ),
+    "ruler": TaskInfo(
+        name="ruler",
+        kind="group",
+        metrics=("mean",),
+        summary="the eleven tasks below, written answers at several lengths; their mean at each length",
+        source="mean of RULER's tasks without its two of question answering (Hsieh et al. 2024, arXiv 2404.06654)",
+        means={"mean": tuple((name, "string_match") for name in _RULER)},
+    ),
+    **{
+        name: TaskInfo(name, "ruler", ("string_match",), summary, "RULER (Hsieh et al. 2024, arXiv 2404.06654)")
+        for name, summary in _RULER.items()
+    },
     "zeroshot": TaskInfo(
         name="zeroshot",
         kind="group",

@@ -29,6 +29,16 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def decode(tokenizer: Any, tokens: list[int]) -> str:
+    """The text of tokens, special ones and all, as it is."""
+    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+
+def squeeze(text: str) -> str:
+    """A text as what tokenizers keep of it: some put blanks around punctuation, or lower-case."""
+    return "".join(text.split()).casefold()
+
+
 def text_start(tokenizer: Any, bos: Bos) -> int | None:
     """The token that the first token of a text is scored from; `None`: the first token is not scored.
 

@@ -1,6 +1,7 @@
 """Evaluation as a stage: models and tasks in, `evaluation.json` out. The measuring is `lapcli.evaluation`'s."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,7 @@ def plan_stage(
         models, tasks, settings, options,
         earlier=None if overwrite else read_evaluation(output), **_where(machine, models),
     )  # fmt: skip
-    if dry_run:
-        read_local_data(plan, settings, options)
-    return plan
+    return replace(plan, fetched=read_local_data(plan, settings, options)) if dry_run else plan
 
 
 def evaluate_into(

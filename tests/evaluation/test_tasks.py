@@ -55,6 +55,8 @@ def test_unknown_names_get_the_nearest(name, hint):
         pytest.param({"limit": 0}, id="limit 0"),
         pytest.param({"niah_lengths": ()}, id="no lengths"),
         pytest.param({"niah_lengths": (512, -1)}, id="negative length"),
+        pytest.param({"ruler_lengths": ()}, id="no lengths of RULER"),
+        pytest.param({"ruler_lengths": (0,)}, id="RULER at 0"),
         pytest.param({"niah_samples": 0}, id="no prompts"),
         pytest.param({"bos": "sometimes"}, id="unknown bos"),
     ],

@@ -192,6 +192,36 @@ def test_a_dry_run_reads_the_data_that_is_here(folders, tmp_path, no_model):
         )  # fmt: skip
 
 
+def test_a_dry_run_fetches_nothing(folders, tmp_path, no_model, monkeypatch):
+    from lapcli.evaluation import harness
+
+    no_model()
+    models = [("base", resolve_model(str(folders[0])))]
+    (tmp_path / "lambada_test.jsonl").write_text('{"text": "a b"}\n')
+    copy = tmp_path / "hazyresearch" / "based-swde-v2"
+    copy.mkdir(parents=True)
+    (copy / "validation.jsonl").write_text('{"text": "a b", "value": "b"}\n')
+    monkeypatch.setattr(harness, "_hub_answers", lambda: pytest.fail("the hub was asked"))
+    read = []
+    original = harness.load_task
+    monkeypatch.setattr(
+        "lapcli.evaluation.run.load_task", lambda name, *rest: read.append(name) or original(name, *rest)
+    )
+
+    def fetched(*tasks, **options):
+        plan = plan_stage(
+            tmp_path / "evaluation.json", models, tasks, SETTINGS,
+            options=EvaluationOptions(**options), machine=CPU, dry_run=True,
+        )  # fmt: skip
+        return plan.fetched
+
+    # A task of lapcli's own table, a group of lm-eval's, a task that has only its lm-eval name.
+    assert fetched("logiqa", "lambada", "mmlu", "swde", "sciq", task_data=tmp_path) == ("logiqa", "mmlu", "sciq")
+    assert read == ["lambada", "swde"]
+    assert fetched("logiqa", "lambada", "builtin") == ("logiqa", "lambada")
+    assert read == ["lambada", "swde"]
+
+
 def test_another_tokenizer_is_another_request(folders, tmp_path):
     folder, output = tmp_path / "model", tmp_path / "evaluation.json"
     shutil.copytree(folders[0], folder)

@@ -1,0 +1,300 @@
+"""RULER's tasks (`ruler_texts`), filled up to a length in tokens, written by the model, scored by RULER's metric.
+
+A prompt and the tokens that are written after it never exceed the length. How much haystack fits is found by bisection:
+each try is a whole prompt, tokenised, so that what is returned was seen to fit, and the search ends whatever the
+tokenizer does. What a prompt states is looked for in the *decoded* prompt.
+
+The score of a prompt is the share of its answers that the text written after it contains, upper and lower case being
+the same (RULER's "string match all"). More text cannot lose an answer that is there, so that a row ends as soon as it
+has all of them.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from lapcli.errors import ModelError
+from lapcli.evaluation.decoding import Writing, stop_tokens, write_greedily
+from lapcli.evaluation.estimates import accuracy, mean
+from lapcli.evaluation.results import Score
+from lapcli.evaluation.ruler_texts import RULER_TASKS, Material, RulerTask, RulerText
+from lapcli.evaluation.scoring import LoadedModel
+from lapcli.evaluation.settings import DEFAULT_RULER_LENGTHS, EvaluationSettings
+from lapcli.evaluation.tokenization import decode, encode, prompt_start, squeeze, token_name, tokenizer_digest
+from lapcli.reporting import Reporter
+
+FORM = "RULER, string match all"
+METRIC = "string_match"
+# The search for the size stops this close to the largest, as a part of it.
+_CLOSE = 128
+
+
+class RulerPrompt(NamedTuple):
+    """One question in tokens.
+
+    Attributes:
+        tokens: the prompt.
+        text: what it was made from.
+    """
+
+    tokens: list[int]
+    text: RulerText
+
+
+class Misfit(NamedTuple):
+    """A task that a length has no room for.
+
+    Attributes:
+        task: its name.
+        length: in tokens.
+        needed: tokens that it takes at least, those that are written among them.
+    """
+
+    task: str
+    length: int
+    needed: int
+
+
+def make_prompts(
+    name: str, material: Material, tokenizer: Any, *, length: int, samples: int, seed: int, start: int | None
+) -> list[RulerPrompt] | Misfit:
+    """The prompts of one task and length.
+
+    Args:
+        name: of the task, one of `RULER_TASKS`.
+        material: what they are made of.
+        tokenizer: the model's.
+        length: most tokens of a prompt with what is written after it.
+        samples: how many.
+        seed: with the task, the length and the sample's number the only source of chance.
+        start: a token that each prompt begins with, or `None`.
+
+    Returns:
+        The prompts, or why there are none.
+
+    Raises:
+        ModelError: the tokenizer loses what the prompt states.
+    """
+    task = RULER_TASKS[name]
+    prompts: list[RulerPrompt] = []
+    size = task.smallest
+    largest = min(length, task.largest(material) or length)  # a unit takes a token at least
+    for sample in range(samples):
+        build = partial(_build, name, material, tokenizer, length, seed, start, sample)
+        needed = _spent(build(task.smallest), task)
+        if needed > length:
+            return Misfit(name, length, needed)
+        size = largest_size(lambda units: _spent(build(units), task) <= length, task.smallest, largest, size)  # noqa: B023 -- called at once
+        prompt = build(size)
+        _assert_readable(name, prompt, tokenizer)
+        prompts.append(prompt)
+    return prompts
+
+
+def largest_size(fits: Callable[[int], bool], smallest: int, largest: int, guess: int) -> int:
+    """The largest size that fits, or one that fits and is less than a hundredth smaller.
+
+    Args:
+        fits: whether a size does.
+        smallest: one that fits; it is not asked about.
+        largest: the search ends there.
+        guess: where it begins.
+
+    Returns:
+        A size that was seen to fit, or `smallest`.
+    """
+    low, high = smallest, largest + 1  # what fits, and what does not or is out of bounds
+    size = max(guess, smallest + 1)
+    step = max(1, size // 16)
+    # Outwards from the guess in steps that double, until the largest lies between two sizes.
+    while low < size < high:
+        if fits(size):
+            low, size = size, size + step
+        else:
+            high, size = size, size - step
+        step *= 2
+    while high - low > max(1, low // _CLOSE):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def misfits(
+    names: Sequence[str],
+    material: Material,
+    tokenizer: Any,
+    *,
+    lengths: Sequence[int],
+    seed: int,
+    start: int | None,
+) -> dict[str, list[Misfit]]:
+    """The lengths that have no room for a task, of those tasks that there are any of; the first prompt shows it.
+
+    Args:
+        names: of tasks.
+        material: as for `make_prompts`, as are the others.
+        tokenizer: the model's.
+        lengths: to be looked at.
+        seed: of the prompts.
+        start: a token that each prompt begins with, or `None`.
+    """
+    found: dict[str, list[Misfit]] = {}
+    for name in names:
+        task = RULER_TASKS[name]
+        for length in lengths:
+            first = _build(name, material, tokenizer, length, seed, start, 0, task.smallest)
+            if (needed := _spent(first, task)) > length:
+                found.setdefault(name, []).append(Misfit(name, length, needed))
+    return found
+
+
+def say(misfits: Sequence[Misfit]) -> str:
+    """What there is to say of the lengths that have no room for one task, to follow its name."""
+    lengths = ", ".join(str(misfit.length) for misfit in misfits)
+    needed = max(misfit.needed for misfit in misfits)
+    return f"takes {needed} tokens at least: not measured at {lengths}"
+
+
+def measure_ruler(
+    name: str,
+    material: Material,
+    loaded: LoadedModel,
+    settings: EvaluationSettings,
+    *,
+    batch_size: int | None,
+    reporter: Reporter,
+) -> list[Score]:
+    """The share of answers that the model gives, for each length that has room for the task.
+
+    Args:
+        name: of the task, one of `RULER_TASKS`.
+        material: what the prompts are made of.
+        loaded: the model.
+        settings: `ruler_lengths`, `niah_samples` (`limit` overrides it), `bos` and `seed` are read. Without lengths
+            the default ones are taken.
+        batch_size: rows per pass, `None` for automatic.
+        reporter: progress goes here.
+
+    Returns:
+        One score a length. Those of a task that another length had no room for say so in their notes.
+
+    Raises:
+        ModelError: the tokenizer loses what a prompt states, the logits are not numbers, or memory runs out.
+    """
+    task, tokenizer = RULER_TASKS[name], loaded.tokenizer
+    start = prompt_start(tokenizer, settings.bos)
+    samples = settings.limit or settings.niah_samples
+    scores: list[Score] = []
+    left_out: list[Misfit] = []
+    for length in dict.fromkeys(settings.ruler_lengths or DEFAULT_RULER_LENGTHS):
+        prompts = make_prompts(
+            name, material, tokenizer, length=length, samples=samples, seed=settings.seed, start=start
+        )
+        if isinstance(prompts, Misfit):
+            left_out.append(prompts)
+            continue
+        shares = _shares(
+            prompts,
+            task,
+            loaded,
+            batch_size=batch_size,
+            reporter=reporter,
+            description=f"{name} {length} on {loaded.name}",
+        )
+        one = all(len(prompt.text.answers) == 1 for prompt in prompts)
+        scores.append(
+            Score(
+                task=name,
+                metric=METRIC,
+                higher_is_better=True,
+                estimate=accuracy([share == 1 for share in shares]) if one else mean(shares),
+                settings={
+                    "form": FORM,
+                    "samples": samples,
+                    "written": task.written,
+                    "bos": settings.bos,
+                    "start_token": token_name(tokenizer, start),
+                    "seed": settings.seed,
+                    "data": task.data(material),
+                    "tokenizer": tokenizer_digest(tokenizer),
+                },
+                length=length,
+                counts={"tokens": sum(len(prompt.tokens) for prompt in prompts)},
+            )
+        )
+    if not left_out:
+        return scores
+    said = say(left_out)
+    if not scores:
+        reporter.warn(f"{name} {said}")
+    return [replace(score, notes=(said,)) for score in scores]
+
+
+def string_match(text: str, answers: Sequence[str]) -> float:
+    """The share of the answers that a text contains, upper and lower case being the same."""
+    low = text.lower()
+    return sum(answer.lower() in low for answer in answers) / len(answers)
+
+
+def _build(
+    name: str, material: Material, tokenizer: Any, length: int, seed: int, start: int | None, sample: int, size: int
+) -> RulerPrompt:
+    # Seeded by text, which Python hashes the same way in every version.
+    rng = random.Random(f"{name} {seed} {length} {sample}")
+    text = RULER_TASKS[name].build(rng, size, length, material)
+    return RulerPrompt(([] if start is None else [start]) + encode(tokenizer, text.prompt), text)
+
+
+def _spent(prompt: RulerPrompt, task: RulerTask) -> int:
+    return len(prompt.tokens) + task.written
+
+
+def _shares(
+    prompts: Sequence[RulerPrompt],
+    task: RulerTask,
+    loaded: LoadedModel,
+    *,
+    batch_size: int | None,
+    reporter: Reporter,
+    description: str,
+) -> list[float]:
+    """For each prompt the share of its answers in what the model writes."""
+    ours, tokenizer = loaded.processes, loaded.tokenizer
+
+    def share(written: list[int], prompt: RulerPrompt) -> float:
+        return string_match(tokenizer.decode(written, skip_special_tokens=True), prompt.text.answers)
+
+    mine = range(len(prompts))[ours.rank :: ours.size]
+    written = write_greedily(
+        loaded,
+        [
+            Writing(
+                prompts[index].tokens, task.written, lambda tokens, prompt=prompts[index]: share(tokens, prompt) == 1
+            )
+            for index in mine
+        ],
+        stop=stop_tokens(loaded),
+        batch_size=batch_size,
+        reporter=reporter,
+        description=description,
+    )
+    found = torch.zeros(len(prompts), dtype=torch.float64)
+    for index, tokens in zip(mine, written, strict=True):
+        found[index] = share(tokens, prompts[index])
+    # Each place was filled by one process and is zero elsewhere.
+    ours.add([found])
+    return found.tolist()
+
+
+def _assert_readable(name: str, prompt: RulerPrompt, tokenizer: Any) -> None:
+    seen, meant = squeeze(decode(tokenizer, prompt.tokens)), squeeze(prompt.text.prompt)
+    for fact in map(squeeze, prompt.text.facts):
+        if not 0 < meant.count(fact) <= seen.count(fact):
+            raise ModelError(
+                f"the tokenizer does not give back {fact!r} of a prompt of {name}",
+                "RULER needs a tokenizer that keeps words and digits",
+            )
