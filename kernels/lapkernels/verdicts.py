@@ -50,7 +50,7 @@ class Verdict:
 
 
 def why_wrong(
-    operator: str, impl: str, device: torch.device, *, variant: str, needs_gradient: bool = False
+    operator: str, impl: str, device: torch.device, *, variant: str | None = None, needs_gradient: bool = False
 ) -> str | None:
     """Why an implementation was found to be wrong on this device, or `None`.
 
@@ -58,18 +58,25 @@ def why_wrong(
         operator: such as `delta_rule`.
         impl: the implementation.
         device: where the tensors lie.
-        variant: of the operator.
+        variant: of the operator; `None` for any, where one kernel computes them all.
         needs_gradient: whether a backward pass will follow; without one, wrong gradients are no matter.
     """
     # Files and versions have no place in a compiled graph.
     if _ignored or torch.compiler.is_compiling():
         return None
-    for verdict in _remembered(os.environ.get(FILE_VARIABLE), os.environ.get("XDG_CACHE_HOME"), fingerprint(device)):
-        if (verdict.operator, verdict.impl, verdict.variant) == (operator, impl, variant) and (
-            needs_gradient or not verdict.backward
+    for verdict in remembered(device):
+        if (
+            (verdict.operator, verdict.impl) == (operator, impl)
+            and variant in (None, verdict.variant)
+            and (needs_gradient or not verdict.backward)
         ):
             return f"measured here on {verdict.date} and found wrong: {verdict.finding}"
     return None
+
+
+def remembered(device: torch.device) -> tuple[Verdict, ...]:
+    """What was found wrong on a device."""
+    return _remembered(os.environ.get(FILE_VARIABLE), os.environ.get("XDG_CACHE_HOME"), fingerprint(device))
 
 
 def remember(device: torch.device, verdicts: Iterable[Verdict]) -> Path | None:

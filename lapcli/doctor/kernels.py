@@ -1,0 +1,335 @@
+"""Every kernel of lapkernels against a recurrence in fp64 that shares no line with it, on one device.
+
+Each check says what a plain computation in the same dtype may be off by, and by how much the kernel is; nothing is set
+by hand (`lapkernels.testing.precisions`).
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lapcli.reporting import Reporter, SilentReporter
+from lapkernels import verdicts
+from lapkernels._triton import first_configurations
+from lapkernels.testing import (
+    DeltaRuleInputs,
+    Precision,
+    delta_rule_inputs,
+    output_state_and_gradients,
+    precisions,
+    transition_recurrence,
+)
+from lapkernels.timing import free, out_of_memory
+from lapkernels.verdicts import Verdict
+
+Way = Literal["forward", "backward", "decode"]
+Status = Literal["right", "wrong", "failed", "not here", "not checked"]
+
+CHUNK = 64
+LENGTH = 2 * CHUNK + 2
+"""Tokens of a chunked check: two chunks and a rest."""
+SHORT = 8
+"""Tokens of a decode check: a step at a time."""
+WIDTHS = ((64, 128),)
+MORE_WIDTHS = ((32, 128), (64, 128), (96, 128), (100, 64), (128, 128))
+_WORST = 1e6
+STEP_WIDTHS = (48, 64)
+"""K and V of a decode step's check: K no power of two."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kernel, compared.
+
+    Attributes:
+        operator: such as `delta_rule`.
+        impl: the implementation.
+        variant: of the operator, such as `gated`.
+        way: `forward`, `backward` (its gradients) or `decode` (a step at a time).
+        dtype: of its inputs.
+        status: `right`, `wrong`, `failed` (it raised), `not here` (it cannot run here, or is known to be wrong, and is
+            not taken) or `not checked` (no time or memory was left).
+        share: the largest error over what is allowed of it; above 1 is wrong, and 1e6 is all that is worse.
+        detail: which result that is and by how much, or why there is none.
+        seconds: what the check took, compilation included.
+    """
+
+    operator: str
+    impl: str
+    variant: str
+    way: Way
+    dtype: str
+    status: Status
+    share: float | None
+    detail: str
+    seconds: float
+
+    @property
+    def bad(self) -> bool:
+        """Whether the kernel ran here and should not have."""
+        return self.status in ("wrong", "failed")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A check to be made.
+
+    Attributes:
+        operator: as in `Check`.
+        impl: likewise.
+        variant: likewise.
+        way: likewise.
+        dtype: of the inputs.
+        why_not: why it cannot be made here, or `None`.
+        run: makes it.
+        cost: later ones are made later: 0 for what compiles in no time, 2 for what may compile for a minute.
+    """
+
+    operator: str
+    impl: str
+    variant: str
+    way: Way
+    dtype: torch.dtype
+    why_not: str | None
+    run: Callable[[], Sequence[Precision]]
+    cost: int = 0
+
+    def checked(self, status: Status, detail: str, seconds: float = 0.0, share: float | None = None) -> Check:
+        """What came of it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Check(self.operator, self.impl, self.variant, self.way, dtype, status, share, detail, seconds)
+
+
+def trials(device: torch.device, *, thorough: bool = False) -> list[Trial]:
+    """All checks for a device, those that take longest last.
+
+    Args:
+        device: where the kernels run.
+        thorough: at more widths.
+    """
+    found = [*_delta_rule(device, thorough), *_delta_step(device)]
+    return sorted(found, key=lambda trial: trial.cost)
+
+
+def check_kernels(
+    device: torch.device,
+    *,
+    thorough: bool = False,
+    limit: float | None = None,
+    reporter: Reporter | None = None,
+) -> list[Check]:
+    """Compare every kernel with the truth.
+
+    Args:
+        device: where.
+        thorough: at more widths, and with every autotuner searching as it does in use; otherwise each keeps its first
+            configuration that runs, since fla's searches take minutes.
+        limit: seconds after which no further check begins.
+        reporter: told of the progress.
+    """
+    reporter = reporter or SilentReporter()
+    started, found = time.perf_counter(), []
+    precision = torch.get_float32_matmul_precision()
+    with ExitStack() as stack:
+        stack.enter_context(verdicts.ignored())
+        planned = trials(device, thorough=thorough)
+        if not thorough:
+            stack.enter_context(first_configurations())
+        # fla and triton warn of deprecations of their own.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.callback(torch.set_float32_matmul_precision, precision)
+        torch.set_float32_matmul_precision("highest")
+        task = stack.enter_context(reporter.task("kernels against fp64", total=len(planned), unit="checks"))
+        for trial in planned:
+            task.note(f"{trial.operator} {trial.impl}, {trial.variant}, {trial.way}")
+            late = limit is not None and time.perf_counter() - started > limit
+            found.append(trial.checked("not checked", "no time was left") if late else _checked(trial, device))
+            task.advance()
+    return found
+
+
+def _checked(trial: Trial, device: torch.device) -> Check:
+    if trial.why_not is not None:
+        return trial.checked("not here", trial.why_not)
+    started = time.perf_counter()
+    try:
+        found = trial.run()
+    except Exception as error:
+        # Whatever a kernel raises here it would raise in use.
+        seconds = time.perf_counter() - started
+        if out_of_memory(error):
+            free(device)
+            return trial.checked("not checked", "the device has no memory left", seconds)
+        said = (str(error).strip().splitlines() or [""])[0]
+        return trial.checked("failed", f"{type(error).__name__}: {said}", seconds)
+    seconds = time.perf_counter() - started
+    worst = max(found, key=_share)
+    return trial.checked("right" if worst.holds else "wrong", str(worst), seconds, _share(worst))
+
+
+def _share(found: Precision) -> float:
+    if found.allowed > 0:
+        return min(found.error / found.allowed, _WORST)
+    return 0.0 if found.holds else _WORST
+
+
+def verdicts_of(checks: Sequence[Check]) -> list[Verdict]:
+    """What `lapkernels` should remember: the implementations that ran and were wrong."""
+    today = date.today().isoformat()
+    found: list[Verdict] = []
+    for check in checks:
+        if check.bad and check.impl != "reference":
+            verdict = Verdict(check.operator, check.impl, check.way == "backward", check.variant, check.detail, today)
+            if verdict not in found:
+                found.append(verdict)
+    return found
+
+
+def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
+    from lapkernels.delta_rule import delta_rule, why_not
+    from lapkernels.delta_rule.fla_backend import variant_of
+
+    half = torch.bfloat16
+    for impl in ("reference", "chunked", "fla"):
+        dtype = half if impl == "fla" else torch.float32
+        for gate, erase in ((0.3, None), (None, None), (0.3, "value")):
+            variant = variant_of(gated=gate is not None, erasing=erase is not None)
+            for way in ("forward", "backward", "decode"):
+                if impl == "reference" and way == "decode":
+                    continue  # it takes a step at a time whatever it is given
+
+                def run(impl: str = impl, gate: Any = gate, erase: Any = erase, way: Way = way) -> list[Precision]:
+                    def call(inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
+                        arguments: dict[str, Any] = dict(inputs.tensors())
+                        return delta_rule(**arguments, output_final_state=True, impl=impl)
+
+                    found: list[Precision] = []
+                    for key_width, value_width in MORE_WIDTHS if thorough else WIDTHS:
+                        # Small where a CPU takes the recurrence's steps.
+                        width = (
+                            (key_width, value_width) if device.type == "cuda" else (key_width // 2, value_width // 4)
+                        )
+                        case = _recurrence(way, gate, erase, *width, half if impl == "fla" else torch.float32)
+                        # A chunk's products have as many summands as the chunk is long, where the recurrence rounds
+                        # each step; sums in fp32 round each term on the key axis too, those of half precision do not.
+                        terms = (1 if way == "decode" else CHUNK) * (1 if impl == "fla" else width[0])
+                        results = _results(call, case.inputs.to(device=device), way)
+                        found += precisions(results, case.truth, case.yardstick, case.inputs.q.dtype, terms)
+                    return found
+
+                why = why_not(
+                    impl, device, dtype, key_width=64, gated=gate is not None, erasing=erase is not None,
+                    needs_gradient=way == "backward",
+                )  # fmt: skip
+                cost = 0 if impl != "fla" else 2 if way == "backward" else 1
+                yield Trial("delta_rule", impl, variant, way, dtype, why, run, cost)
+
+
+class _Recurrence(NamedTuple):
+    """Inputs of the delta rule in their dtype, what comes of them, and of a recurrence that rounds its operands."""
+
+    inputs: DeltaRuleInputs
+    truth: dict[str, Tensor]
+    yardstick: dict[str, Tensor]
+
+
+@cache
+def _recurrence(
+    way: Way, gate: float | None, erase: str | None, key_width: int, value_width: int, dtype: torch.dtype
+) -> _Recurrence:
+    """Once for all implementations."""
+    inputs = delta_rule_inputs(
+        batch=1, time=SHORT if way == "decode" else LENGTH, value_heads=4, key_width=key_width,
+        value_width=value_width, gate=gate, erase=erase, state=True,
+    ).to(dtype)  # fmt: skip
+    exact = inputs.to(torch.float64)
+    truth = _results(transition_recurrence, exact, way)
+    return _Recurrence(inputs, truth, _results(lambda x: transition_recurrence(x, rounding=dtype), exact, way))
+
+
+def _results(
+    run: Callable[[DeltaRuleInputs], tuple[Tensor, Tensor | None]], inputs: DeltaRuleInputs, way: Way
+) -> dict[str, Tensor]:
+    if way == "backward":
+        named = output_state_and_gradients(run, inputs)
+        return {name: tensor for name, tensor in named.items() if name.startswith("d")}
+    with torch.no_grad():
+        output, state = run(inputs)
+    assert state is not None
+    return {"output": output, "final_state": state}
+
+
+def _delta_step(device: torch.device) -> Iterator[Trial]:
+    from lapkernels.delta_step import IMPLEMENTATIONS, why_not
+    from lapkernels.testing_steps import delta_step_case
+
+    variants: dict[str, dict[str, Any]] = {
+        "gated": {},
+        "plain": {"decay": None},
+        "with query feedback": {"feedback": True},
+        "decay by channel": {"decay": "channel"},
+    }
+    for impl in IMPLEMENTATIONS:
+        if impl == "auto":
+            continue
+        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+        states = (torch.float32,) if impl == "reference" else (torch.float32, torch.bfloat16)
+        for variant, options in variants.items():
+            for state_dtype in states if variant == "gated" else states[:1]:
+
+                def run(
+                    impl: str = impl,
+                    options: dict[str, Any] = options,
+                    dtype: torch.dtype = dtype,
+                    state_dtype: torch.dtype = state_dtype,
+                ) -> list[Precision]:
+                    case = delta_step_case(
+                        tokens=SHORT, key_width=STEP_WIDTHS[0], value_width=STEP_WIDTHS[1], **options
+                    ).to(dtype)
+                    return _against_the_sequence(case, impl, state_dtype, device)
+
+                name = variant if state_dtype == torch.float32 else f"{variant}, bf16 state"
+                why = why_not(impl, device, dtype)
+                if why is None and state_dtype == torch.bfloat16 and device.type == "cpu":
+                    why = "triton's interpreter cuts numbers off where a GPU rounds them to bf16"
+                yield Trial("delta_step", impl, name, "decode", dtype, why, run)
+
+
+def _against_the_sequence(case: Any, impl: str, state_dtype: torch.dtype, device: torch.device) -> list[Precision]:
+    """Of the decode step: every token's output, and the state at the end."""
+    from lapkernels.delta_step import delta_step
+    from lapkernels.testing_steps import delta_oracle
+
+    dtype = case.projected.dtype
+    outputs, states = delta_oracle(case.to(torch.float64))
+    truth = {"output": outputs, "final_state": states[-1]}
+
+    def results(impl: str, case: Any) -> dict[str, Tensor]:
+        rows, tokens = case.projected.shape[:2]
+        state, conv = case.state(rows, state_dtype), case.conv(rows)
+        found = []
+        for token in range(tokens):
+            at = torch.full((rows,), token, dtype=torch.int64, device=case.projected.device)
+            arguments: dict[str, Any] = case.tokens(token, token + 1)
+            found.append(delta_step(**arguments, state=state, conv=conv, position=at, impl=impl, **case.constants()))
+        return {"output": torch.cat(found, 1), "final_state": state}
+
+    actual = results(impl, case.to(device=device))
+    if impl == "reference":
+        # The definition itself: off by what sums over the key axis round, token by token.
+        return precisions(actual, truth, truth, dtype, terms=case.shape[2] * case.projected.shape[1])
+    yardstick = results("reference", case)
+    found: list[Precision] = []
+    for name, rounding in (("output", dtype), ("final_state", state_dtype)):
+        one = [{name: values[name]} for values in (actual, truth, yardstick)]
+        found += precisions(one[0], one[1], one[2], rounding)
+    return found

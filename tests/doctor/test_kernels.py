@@ -1,0 +1,155 @@
+"""Checks of kernels: what is right passes, what is wrong is found, kept, and no longer taken (fla 640, 983, 984)."""
+
+import json
+
+import pytest
+import torch
+
+from lapcli.doctor import diagnosis
+from lapcli.doctor.kernels import check_kernels, trials, verdicts_of
+from lapkernels import KernelUnavailable, verdicts
+from lapkernels.delta_rule import api, delta_rule, select_impl
+from lapkernels.testing import delta_rule_inputs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_file(tmp_path, monkeypatch):
+    monkeypatch.setenv(verdicts.FILE_VARIABLE, str(tmp_path / "verdicts.json"))
+    # Decode steps have tests of their own; here they would only take time.
+    monkeypatch.setattr("lapcli.doctor.kernels._delta_step", lambda _device: ())
+
+
+@pytest.fixture
+def slip(monkeypatch):
+    """A chunked form that is off by one part in a thousand, in its results or in its gradients alone."""
+    right = api.delta_rule_chunked
+
+    class Leaky(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 1.001 * gradient
+
+    def install(*, backward):
+        def chunked(q, *rest):
+            output, state = right(Leaky.apply(q) if backward else q, *rest)
+            return (output, state) if backward else (1.001 * output, state)
+
+        monkeypatch.setattr(api, "delta_rule_chunked", chunked)
+
+    return install
+
+
+def test_what_is_right_here_passes():
+    checks = check_kernels(CPU)
+    ran = [check for check in checks if check.status != "not here"]
+    assert {(check.impl, check.way) for check in ran} == {
+        ("reference", "forward"), ("reference", "backward"),
+        ("chunked", "forward"), ("chunked", "backward"), ("chunked", "decode"),
+    }  # fmt: skip
+    assert {check.status for check in ran} == {"right"}
+    assert max(check.share for check in ran) < 1
+    assert all("GPU" in check.detail for check in checks if check.impl == "fla")
+    assert verdicts_of(checks) == []
+
+
+def test_wrong_gradients_are_found_kept_and_no_longer_taken(slip):
+    slip(backward=True)
+    found = diagnosis.diagnose(CPU)
+    assert not found.sound
+    assert {(check.impl, check.way) for check in found.checks if check.bad} == {("chunked", "backward")}
+    told = next(finding for finding in found.findings if finding.level == "wrong")
+    assert told.what.startswith("delta_rule chunked is wrong here in backward (gated), backward (plain)")
+    assert "dq" in told.what
+    assert "--kernel chunked is an error" in told.remedy
+    assert {use.work: use.name for use in found.uses}["training"] == "reference"
+    assert {use.work: use.name for use in found.uses}["prefill"] == "chunked"
+    # The same check feeds the choice.
+    choice = select_impl(CPU, torch.float32, key_width=64, time=512, gated=True, needs_gradient=True)
+    assert choice.name == "reference"
+    assert "found wrong: dq" in choice.reason
+    inputs = delta_rule_inputs().requiring_grad().tensors()
+    with pytest.raises(KernelUnavailable, match="found wrong: dq"):
+        delta_rule(**inputs, impl="chunked")
+
+
+def test_wrong_results_are_found_in_each_way(slip):
+    slip(backward=False)
+    checks = check_kernels(CPU)
+    bad = {(check.impl, check.variant, check.way) for check in checks if check.bad}
+    variants = ("gated", "plain", "with an erase direction")
+    assert bad >= {("chunked", variant, way) for variant in variants for way in ("forward", "decode")}
+    assert {impl for impl, _variant, _way in bad} == {"chunked"}
+
+
+def test_what_was_mended_is_taken_again(slip, monkeypatch):
+    right = api.delta_rule_chunked
+    slip(backward=True)
+    assert diagnosis.diagnose(CPU).verdicts is not None
+    monkeypatch.setattr(api, "delta_rule_chunked", right)
+    found = diagnosis.diagnose(CPU)
+    assert found.sound
+    assert verdicts.remembered(CPU) == ()
+    assert select_impl(CPU, torch.float32, key_width=64, time=512, gated=True, needs_gradient=True).name == "chunked"
+
+
+def test_what_was_not_checked_keeps_its_verdict(slip):
+    slip(backward=True)
+    diagnosis.diagnose(CPU)
+    kept = verdicts.remembered(CPU)
+    found = diagnosis.diagnose(CPU, limit=0)
+    assert {check.status for check in found.checks} == {"not checked"}
+    assert verdicts.remembered(CPU) == kept
+    assert any("want of time" in finding.what for finding in found.findings)
+
+
+def test_a_kernel_that_raises_is_wrong_and_one_without_memory_is_not(monkeypatch):
+    def failing(error):
+        def chunked(*_arguments):
+            raise error
+
+        monkeypatch.setattr(api, "delta_rule_chunked", chunked)
+        return [check for check in check_kernels(CPU) if check.impl == "chunked"]
+
+    checks = failing(RuntimeError("no kernel image is available\nmore"))
+    assert {check.status for check in checks} == {"failed"}
+    assert checks[0].detail == "RuntimeError: no kernel image is available"
+    assert verdicts_of(checks)
+    checks = failing(torch.OutOfMemoryError("CUDA out of memory"))
+    assert {check.status for check in checks} == {"not checked"}
+    assert verdicts_of(checks) == []
+
+
+def test_a_result_that_is_not_finite_is_wrong_and_can_be_written_as_json(monkeypatch):
+    right = api.delta_rule_chunked
+    monkeypatch.setattr(api, "delta_rule_chunked", lambda *a: tuple(x * float("nan") for x in right(*a)))
+    found = diagnosis.diagnose(CPU)
+    assert {check.status for check in found.checks if check.impl == "chunked"} == {"wrong"}
+    json.loads(json.dumps(found.to_json()), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_the_definition_is_checked_too(monkeypatch):
+    right = api.delta_rule_reference
+    monkeypatch.setattr(api, "delta_rule_reference", lambda *a: tuple(1.001 * x for x in right(*a)))
+    checks = check_kernels(CPU)
+    assert {check.impl for check in checks if check.bad} == {"reference"}
+    # Nothing could take its place.
+    assert verdicts_of(checks) == []
+
+
+def test_what_takes_longest_comes_last():
+    costs = [trial.cost for trial in trials(CPU)]
+    assert costs == sorted(costs)
+
+
+def test_a_verdict_that_cannot_be_kept_is_told(slip, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(verdicts.FILE_VARIABLE, str(tmp_path / "file" / "verdicts.json"))
+    slip(backward=True)
+    found = diagnosis.diagnose(CPU)
+    assert any("could not be kept" in finding.what for finding in found.findings)
