@@ -129,9 +129,7 @@ class Attention:
         arguments: further ones of the module.
     """
 
-    def __init__(
-        self, module: Any, cache: RowCache, rotary: Callable[[Rows], Any] | None = None, **arguments: Any
-    ):
+    def __init__(self, module: Any, cache: RowCache, rotary: Callable[[Rows], Any] | None = None, **arguments: Any):
         self.module, self.cache, self.rotary = module, cache, rotary
         names = inspect.signature(module.forward).parameters
         self.arguments = {**arguments, cache_argument(module.forward): cache}

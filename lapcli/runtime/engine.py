@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from lapcli.errors import ModelError, UsageError
+from lapcli.runtime.eager import EagerPlan
 from lapcli.runtime.plans import Plan, Room, make_plan, why_no_plan
 from lapcli.runtime.pools import Slots
-from lapcli.runtime.sampling import Mode
+from lapcli.runtime.sampling import Mode, mode_of
 from lapcli.runtime.settings import DecodePath, Event, GenerationSettings
 from lapcli.runtime.steps import Steps
+from lapkernels.delta_step import why_not
 
 KERNELS = ("auto", "reference", "chunked", "triton", "fla")
 """What `--kernel` may say here: `reference` and `triton` choose the state's step, the others the prefill's kernel."""
@@ -68,7 +70,7 @@ class Engine:
     ):
         if max_rows < 1:
             raise UsageError(f"max_rows = {max_rows}: an engine has room for 1 row at least")
-        self.model = model
+        self.model = model.requires_grad_(False)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.max_rows = max_rows
@@ -79,12 +81,14 @@ class Engine:
             raise UsageError(f"CUDA graphs need a CUDA device; the model is on {self.device}")
         state_dtype = torch.float64 if self.dtype == torch.float64 else state_dtype
         impl = kernel if kernel in ("reference", "triton") else "auto"
+        wrong = why_not(impl, self.device, self.dtype)
+        if wrong is not None:
+            raise ModelError(f"--kernel {kernel} cannot run the step of a state here: {wrong}", "use --kernel auto")
         room = Room(max_rows, self.max_length, state_dtype, impl)
         why = why_no_plan(model)
-        if why is not None:
-            raise ModelError(f"no fused step: {why}")
-        self.plan: Plan = make_plan(model, room)
-        self.path = DecodePath("fused", state_kernel(self.device, impl), graphs, "")
+        self.plan: Plan | EagerPlan = make_plan(model, room) if why is None else EagerPlan(model)
+        graphs = graphs and why is None
+        self.path = DecodePath("eager", "", False, why) if why else _fused_path(self.plan, self.device, impl, graphs)
         self.slots = Slots(max_rows)
         self.steps = Steps(self.plan, max_rows, max_rows, self.device, capture=graphs)
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
@@ -196,7 +200,7 @@ class Engine:
         found: dict[int, Prefilled] = {}
         for length in {len(tokens): None for tokens in prompts}:
             alike = [number for number, tokens in enumerate(prompts) if len(tokens) == length]
-            most = max(1, piece // length)
+            most = min(max(1, piece // length), self.plan.together)
             for start in range(0, len(alike), most):
                 group = alike[start : start + most]
                 taken = [self.slots.take() for _ in group]
@@ -233,9 +237,7 @@ class Engine:
         taken = [self.slots.take() for _ in range(rows)]
         for slot in taken:
             self.slots.positions[slot] = position
-            for pool in self.plan.pools():
-                for tensor in pool.tensors():
-                    tensor[slot].zero_()
+            self.plan.clear(slot)
         return taken
 
     @torch.no_grad()
@@ -298,6 +300,7 @@ class Engine:
             ModelError: the slot holds no row.
         """
         self.slots.give_back(slot)
+        self.plan.forget(slot)
 
     def generate(
         self,
@@ -327,6 +330,10 @@ class Engine:
             batch.add(tokens, wanted)
         while batch.unfinished:
             yield from batch.advance()
+
+    def warm_up(self, rows: Sequence[int], settings: GenerationSettings) -> None:
+        """Capture what steps for so many rows with such settings will need, before any row waits for it."""
+        self.steps.warm_up(rows, [mode_of(settings.temperature, settings.top_k, settings.top_p)])
 
     def nbytes(self) -> dict[str, int]:
         """Bytes on the device: `weights`, `states`, `convolutions` and `attention`, the last three for all slots."""
@@ -398,6 +405,15 @@ def longest_row(config: Any) -> int:
 def prefill_kernel(kernel: str) -> str:
     """What of `--kernel` is for the prefill of lapcli's own models."""
     return "auto" if kernel == "triton" else kernel
+
+
+def _fused_path(plan: Plan | EagerPlan, device: torch.device, impl: str, graphs: bool) -> DecodePath:
+    """What is fused, in a few words."""
+    parts = [f"{len(plan.recurrent)} layers with a state"]
+    parts += [f"{len(plan.attention)} attention layers with the library's own modules"] if plan.attention else []
+    kernel = state_kernel(device, impl)
+    where = "" if device.type == "cuda" else f"; on a {device.type.upper()} the steps run in PyTorch"
+    return DecodePath("fused", kernel, graphs, " and ".join(parts) + where)
 
 
 def state_kernel(device: torch.device, impl: str) -> str:

@@ -53,6 +53,7 @@ class Plan:
         recurrent: the pools of layers with a state, by layer.
         attention: the pools of layers with keys and values, by layer.
         residual_dtype: of the stream between sublayers; `None` for the embedding's.
+        together: rows of one prefill, at most.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -63,6 +64,7 @@ class Plan:
     recurrent: dict[int, RecurrentPool]
     attention: dict[int, AttentionPool] = field(default_factory=dict)
     residual_dtype: torch.dtype | None = None
+    together: int = 256
 
     def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
         """One step: tokens `[B]` to logits `[B, vocabulary]`."""
@@ -83,6 +85,15 @@ class Plan:
     def pools(self) -> list[RecurrentPool | AttentionPool]:
         """All pools."""
         return [*self.recurrent.values(), *self.attention.values()]
+
+    def forget(self, slot: int) -> None:
+        """A row ended. What lies in its slot is written over by the next one, or never read."""
+
+    def clear(self, slot: int) -> None:
+        """Set what lies in a slot to zero."""
+        for pool in self.pools():
+            for tensor in pool.tensors():
+                tensor[slot].zero_()
 
 
 def _normed(x: Tensor, change: Tensor | None, norm: Norm | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

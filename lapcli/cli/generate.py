@@ -1,0 +1,278 @@
+"""`lapcli generate`: continue text with a model, as fast as this machine decodes it."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lapcli.cli import options
+from lapcli.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from lapcli.artifacts import RunDirectory
+    from lapcli.families.source import ModelSource
+    from lapcli.reporting import Reporter
+    from lapcli.runtime import Engine, GenerationSettings
+    from lapcli.runtime.generation import Generated
+
+_SAMPLING = "What the numbers depend on"
+_MACHINE = "This machine"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("generate", help="Continue text with a model, streamed, by fused steps and CUDA graphs on a GPU.")(run)
+
+
+def run(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts: one a line, or JSONL with the field prompt or text.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model. Default: the run's recovered or sliced one, else demo:gdn.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Tokens of a continuation, at most.", rich_help_panel=_SAMPLING)
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="Of the draws; 0 takes the likeliest token each time.", rich_help_panel=_SAMPLING)
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Draw from the likeliest tokens that have this probability.", rich_help_panel=_SAMPLING),
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Draw from so many likeliest tokens; 0: from all.", rich_help_panel=_SAMPLING)
+    ] = 0,
+    seed: options.Seed = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End where this text comes, and leave it out. May be repeated.", rich_help_panel=_SAMPLING),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end token.", rich_help_panel=_SAMPLING)
+    ] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows decoded together. Default: all prompts, at most 64.")
+    ] = None,
+    run_path: options.Run = options.DEFAULT_RUN,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernel: Annotated[
+        str,
+        typer.Option(
+            help="auto; reference, triton: the step of the state; chunked, fla: the prompts.", rich_help_panel=_MACHINE
+        ),
+    ] = "auto",
+    state_dtype: Annotated[
+        str, typer.Option(help="Of recurrent states: float32, or bfloat16, half of it.", rich_help_panel=_MACHINE)
+    ] = "float32",
+    require_fast: options.RequireFast = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Print continuations as they come; several prompts come one after the other, each under its number."""
+    from lapcli.cli import context, display
+    from lapcli.families.loading import load_tokenizer
+    from lapcli.machine import Machine
+    from lapcli.runtime.generation import encode_prompts, end_tokens, read_prompts
+    from lapcli.runtime.settings import GenerationSettings
+
+    if (prompt is None) == (prompts is None):
+        raise UsageError("give a prompt, or --prompts FILE", 'for example: lapcli generate "Once upon a time"')
+    settings = GenerationSettings(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"--batch-size {batch_size}: at least 1")
+    texts = read_prompts(prompts) if prompts is not None else [sys.stdin.read() if prompt == "-" else prompt or ""]
+    source = _model(model, context.run_directory(run_path))
+    machine = Machine(
+        device, dtype, _prompt_kernel(kernel), require_fast=require_fast, trust_remote_code=trust_remote_code
+    )
+    states = _state_dtype(state_dtype)
+    where, precision = machine.torch_device(), machine.torch_dtype(source.config)
+    _check_machine(machine, source)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    tokens = encode_prompts(tokenizer, texts)
+    if not ignore_eos:
+        from dataclasses import replace
+
+        settings = replace(settings, eos=end_tokens(source.config, source.path, tokenizer))
+    # The last token is never taken in.
+    length = max(len(ids) for ids in tokens) + max_new_tokens - 1
+    rows = min(len(texts), batch_size or 64)
+    room: dict[str, Any] = {"max_rows": rows, "max_length": length, "state_dtype": states}
+    reporter = display.DisplayReporter(quiet or as_json)
+    _warn_of_length(source, length, reporter)
+    if dry_run:
+        display.would_do(_dry(source, where, precision, tokens, rows, settings), as_json)
+        return
+
+    from lapcli.runtime import Engine
+
+    engine = Engine.load(source, where, precision, kernel, trust_remote_code=trust_remote_code, **room)
+    engine.warm_up([rows], settings)
+    if require_fast and not engine.path.fast:
+        raise ModelError(
+            f"--require-fast: {engine.path}",
+            "use a CUDA device with triton and a model that has fused steps, or drop --require-fast",
+        )
+    reporter.notice(str(engine.path))
+    _generate(engine, tokenizer, texts, tokens, settings, source=source, as_json=as_json, quiet=quiet)
+
+
+def _generate(
+    engine: "Engine",
+    tokenizer: Any,
+    texts: list[str],
+    tokens: list[list[int]],
+    settings: "GenerationSettings",
+    *,
+    source: "ModelSource",
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    from lapcli.cli import display
+    from lapcli.runtime.generation import generate_texts
+
+    writer = _Writer(len(texts))
+    show = (lambda row, text: None) if as_json else writer.show
+    try:
+        done = generate_texts(engine, tokenizer, texts, tokens, settings, show)
+        if as_json:
+            head = {"model": source.name, "path": str(engine.path), "bytes": engine.nbytes()}
+            display.emit({**head, **done.document()})
+        else:
+            writer.finish()
+    except BrokenPipeError:
+        # Whoever read has enough; what Python still holds back at its end must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    _close(done, quiet=quiet or as_json)
+
+
+class _Writer:
+    """Writes rows to stdout: one as it comes, of several each once it is its turn.
+
+    Args:
+        rows: how many.
+    """
+
+    def __init__(self, rows: int):
+        self.held = [""] * rows
+        self.headed = rows > 1
+        self.turn = -1
+        self._next()
+
+    def show(self, row: int, text: str) -> None:
+        """Take new text of a row."""
+        if row == self.turn:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            self.held[row] += text
+
+    def _next(self) -> None:
+        self.turn += 1
+        if self.headed and self.turn < len(self.held):
+            sys.stdout.write(f"==> {self.turn + 1} <==\n")
+
+    def finish(self) -> None:
+        """Write what waited, and end the last line."""
+        sys.stdout.write("\n")
+        while self.turn + 1 < len(self.held):
+            self._next()
+            sys.stdout.write(self.held[self.turn] + "\n")
+        sys.stdout.flush()
+
+
+def _model(model: str | None, run: "RunDirectory") -> "ModelSource":
+    """The model that was named, else the last one that the run made, else the shipped one."""
+    from lapcli.cli import context
+    from lapcli.families.source import resolve_model
+
+    if model is None:
+        made = next((folder for folder in (run.recovered, run.sliced) if folder.is_dir()), None)
+        if made is not None:
+            return resolve_model(str(made))
+    return context.base_model(model, run)
+
+
+def _prompt_kernel(kernel: str) -> str:
+    from lapcli.runtime.engine import KERNELS, prefill_kernel
+
+    if kernel not in KERNELS:
+        raise UsageError(f"--kernel {kernel!r} is none of {', '.join(KERNELS)}")
+    return prefill_kernel(kernel)
+
+
+def _state_dtype(name: str) -> Any:
+    import torch
+
+    known = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+    if name not in known:
+        raise UsageError(f"--state-dtype {name!r}: float32 or bfloat16")
+    return known[name]
+
+
+def _check_machine(machine: Any, source: "ModelSource") -> None:
+    """Refuse at once what no loading could mend."""
+    machine.check(source.config)
+    if machine.require_fast and machine.torch_device().type == "cpu":
+        raise ModelError(
+            "--require-fast: the steps would run in PyTorch, on a CPU",
+            "use a CUDA device, or drop --require-fast",
+        )
+
+
+def _warn_of_length(source: "ModelSource", length: int, reporter: "Reporter") -> None:
+    from lapcli.families.packed import text_part
+
+    made_for = text_part(source.config).get("max_position_embeddings")
+    if isinstance(made_for, int) and 1 < made_for < length:
+        reporter.warn(f"rows of up to {length} tokens; {source.name} was made for {made_for}")
+
+
+def _dry(
+    source: "ModelSource", device: Any, dtype: Any, tokens: list[list[int]], rows: int, settings: "GenerationSettings"
+) -> dict[str, Any]:
+    from lapcli.families.loading import skeleton
+    from lapcli.runtime.plans import why_no_plan
+
+    why = why_no_plan(skeleton(source))
+    return {
+        "model": source.name,
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "prompts": len(tokens),
+        "prompt_tokens": sum(len(ids) for ids in tokens),
+        "new_tokens_at_most": len(tokens) * settings.max_new_tokens,
+        "rows_together": rows,
+        "steps": "fused" if why is None else f"the library's forward pass, row by row ({why})",
+        "writes": "nothing but stdout",
+    }
+
+
+def _close(done: "Generated", *, quiet: bool) -> None:
+    """Say what came, and how fast."""
+    from lapcli.cli import display
+
+    rate = "" if done.tokens_per_second is None else f", {done.tokens_per_second:.1f} tokens/s after the first"
+    reasons = [each.reason for each in done.continuations]
+    ended = ", ".join(f"{reasons.count(reason)} x {reason}" for reason in dict.fromkeys(reasons))
+    display.closing(
+        f"{done.tokens} tokens in {done.seconds:.2f} s, the first after {done.first_seconds:.2f} s{rate}; "
+        f"ended by: {ended if len(reasons) > 1 else reasons[0]}",
+        quiet=quiet,
+    )

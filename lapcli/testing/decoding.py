@@ -1,0 +1,26 @@
+"""What tests of decoding share: prompts, the logits of one pass over everything, and how far others are from them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def prompts_of(*lengths: int, seed: int = 0, low: int = 3, high: int = 259) -> list[list[int]]:
+    """Prompts of these lengths, of tokens from `low` to `high - 1`."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(low, high, (length,), generator=generator).tolist() for length in lengths]
+
+
+def full_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """The model's own single pass, without a cache: logits `[vocabulary]` after the last token."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([list(tokens)], device=model.device)).logits[0, -1]
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest value; infinite where anything is not finite."""
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())

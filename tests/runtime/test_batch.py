@@ -1,0 +1,140 @@
+"""Continuous batching: what a row gets does not depend on who else is there."""
+
+import pytest
+
+from lapcli.errors import UsageError
+from lapcli.families.loading import load_model
+from lapcli.runtime import Batch, Engine, GenerationSettings
+from lapcli.testing.decoding import full_logits, prompts_of
+
+
+def run(batch):
+    """All events, by row: tokens, text and reason."""
+    found = {}
+    while batch.unfinished:
+        for event in batch.advance():
+            tokens, text, reason = found.get(event.row, ((), "", None))
+            assert reason is None
+            found[event.row] = (tokens + event.tokens, text + event.text, event.reason)
+    return found
+
+
+def greedy(model, prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(full_logits(model, tokens).argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def test_greedy_rows_are_those_of_the_model_alone(engine, reference):
+    """Seven rows through four slots, of several lengths, that end at several times."""
+    prompts = prompts_of(3, 8, 1, 8, 15, 2, 3)
+    batch = Batch(engine)
+    counts = [1, 9, 4, 2, 7, 3, 12]
+    for prompt, count in zip(prompts, counts, strict=True):
+        batch.add(prompt, GenerationSettings(max_new_tokens=count))
+    found = run(batch)
+    for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        assert found[row] == (greedy(reference, prompt, count), "", "length")
+    assert engine.slots.free == 4
+    assert not engine.slots.positions
+
+
+def test_samples_do_not_depend_on_the_batch(source):
+    settings = [
+        GenerationSettings(max_new_tokens=12, temperature=1.2, seed=5),
+        GenerationSettings(max_new_tokens=5, temperature=0.9, top_k=40, seed=5),
+        GenerationSettings(max_new_tokens=9, temperature=1.0, top_p=0.9, seed=6),
+        GenerationSettings(max_new_tokens=7),
+    ]
+    prompts = prompts_of(4, 6, 4, 9)
+    alone = []
+    for prompt, wanted in zip(prompts, settings, strict=True):
+        batch = Batch(Engine(load_model(source)))
+        batch.add(prompt, wanted)
+        alone.append(run(batch)[0])
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
+        batch = Batch(Engine(load_model(source), max_rows=3))
+        for row in order:
+            batch.add(prompts[row], settings[row])
+        found = run(batch)
+        assert [found[number] for number in range(4)] == [alone[row] for row in order]
+    other = Batch(Engine(load_model(source)))
+    other.add(prompts[0], GenerationSettings(max_new_tokens=12, temperature=1.2, seed=6))
+    assert run(other)[0] != alone[0]
+
+
+def test_a_row_joins_in_the_middle(engine, reference):
+    first, second = prompts_of(5, 7)
+    batch = Batch(engine)
+    batch.add(first, GenerationSettings(max_new_tokens=8))
+    events = [event for _ in range(3) for event in batch.advance()]
+    batch.add(second, GenerationSettings(max_new_tokens=3))
+    while batch.unfinished:
+        events += batch.advance()
+    tokens = {row: tuple(t for event in events if event.row == row for t in event.tokens) for row in (0, 1)}
+    assert tokens == {0: greedy(reference, first, 8), 1: greedy(reference, second, 3)}
+
+
+def test_an_end_token_ends_a_row(engine, reference):
+    (prompt,) = prompts_of(5)
+    wanted = greedy(reference, prompt, 6)
+    at = next(i for i in range(1, 6) if wanted[i] not in wanted[:i])
+    batch = Batch(engine)
+    batch.add(prompt, GenerationSettings(max_new_tokens=50, eos=frozenset({wanted[at]})))
+    batch.add(prompt, GenerationSettings(max_new_tokens=1, eos=frozenset({wanted[0]})))
+    assert run(batch) == {0: (wanted[: at + 1], "", "eos"), 1: (wanted[:1], "", "eos")}
+
+
+def test_a_stop_text_ends_a_row(engine, reference, tokenizer):
+    (prompt,) = prompts_of(5)
+    text = tokenizer.decode(greedy(reference, prompt, 20))
+    stop = text[6:9]
+    batch = Batch(engine, tokenizer)
+    batch.add(prompt, GenerationSettings(max_new_tokens=20, stop=(stop,)))
+    batch.add(prompt, GenerationSettings(max_new_tokens=20))
+    found = run(batch)
+    assert found[0][1:] == (text[: text.index(stop)], "stop")
+    assert found[1][1:] == (text, "length")
+    with pytest.raises(UsageError, match="needs a tokenizer"):
+        Batch(engine).add(prompt, GenerationSettings(stop=("x",)))
+
+
+def test_rows_can_be_cancelled(engine, reference):
+    prompts = prompts_of(3, 4, 5, 6, 7)
+    batch = Batch(engine)
+    for prompt in prompts:
+        batch.add(prompt, GenerationSettings(max_new_tokens=6))
+    batch.advance()
+    batch.advance()
+    assert [event.reason for number in (1, 4) for event in batch.cancel(number)] == ["cancelled"] * 2
+    assert batch.cancel(1) == []
+    assert batch.cancel(99) == []
+    assert run(batch).keys() == {0, 2, 3}
+    assert engine.slots.free == 4
+    batch.add(prompts[0], GenerationSettings(max_new_tokens=3))
+    assert run(batch)[5][0] == greedy(reference, prompts[0], 3)
+    batch.add(prompts[0], GenerationSettings(max_new_tokens=30))
+    batch.advance()
+    batch.close()
+    assert not batch.unfinished
+    assert engine.slots.free == 4
+
+
+def test_rows_held_otherwise_are_left_alone(engine, reference):
+    held = prompts_of(6)[0]
+    slot = engine.prefill(held).slot
+    batch = Batch(engine)
+    for prompt in prompts_of(2, 3, 4, 5):
+        batch.add(prompt, GenerationSettings(max_new_tokens=3))
+    run(batch)
+    assert int(engine.step([9], [slot])[0].argmax()) == greedy(reference, [*held, 9], 1)[0]
+
+
+def test_the_engine_generates_by_itself(engine, reference, tokenizer):
+    prompts = prompts_of(3, 9)
+    events = list(engine.generate(prompts, GenerationSettings(max_new_tokens=4), tokenizer))
+    for row, prompt in enumerate(prompts):
+        wanted = greedy(reference, prompt, 4)
+        assert tuple(t for event in events if event.row == row for t in event.tokens) == wanted
+        assert "".join(event.text for event in events if event.row == row) == tokenizer.decode(wanted)
