@@ -7,7 +7,9 @@ and words go over gloo, on the CPU, whatever the devices. Nothing here imports t
 import contextlib
 import functools
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,9 +23,19 @@ if TYPE_CHECKING:
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others' shares."""
 
+LOST = 75
+"""Exit code of a process that ends because it no longer hears another one, and says nothing: its launcher does."""
+
+LOG = "LAPCLI_PROCESS_LOG"
+"""The environment's name for the file in which one of several processes keeps what is not for the user's eyes."""
+
 _DONE, _FAILED = "lapcli/done", "lapcli/failed"
 
 Arguments = ParamSpec("Arguments")
+
+
+class ProcessLost(LapcliError):
+    """Another process of this run ended, or does not answer."""
 
 
 def launched() -> bool:
@@ -67,7 +79,7 @@ class Processes:
         """What the leader passes, on every process.
 
         Raises:
-            LapcliError: another process ended.
+            ProcessLost: another process ended.
         """
         if self.size == 1:
             return value
@@ -82,7 +94,7 @@ class Processes:
         """Put the leader's values in place of each tensor (on the CPU, of the same shapes everywhere).
 
         Raises:
-            LapcliError: another process ended.
+            ProcessLost: another process ended.
         """
         self._with_all("broadcast", tensors, src=0)
 
@@ -90,7 +102,7 @@ class Processes:
         """Put the sum over all processes in place of each tensor (on the CPU, of the same shapes everywhere).
 
         Raises:
-            LapcliError: another process ended.
+            ProcessLost: another process ended.
         """
         self._with_all("all_reduce", tensors)
 
@@ -108,7 +120,7 @@ class Processes:
         """A tensor (on the CPU, of the same shape everywhere) of every process, in order.
 
         Raises:
-            LapcliError: another process ended.
+            ProcessLost: another process ended.
         """
         if self.size == 1:
             return [tensor]
@@ -124,7 +136,7 @@ class Processes:
         """Go on when all have come here.
 
         Raises:
-            LapcliError: another process ended.
+            ProcessLost: another process ended.
         """
         if self.size == 1:
             return
@@ -150,7 +162,8 @@ def jointly(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Let a command run in all processes that torchrun started, or as ever where it started none.
 
     The followers' output goes nowhere. Whichever process fails first says why and the others end without a word, all
-    with a code that is not 0; a follower ends well when the leader has.
+    with a code that is not 0; a follower ends well when the leader has. Where `lapcli.launching` started them, what
+    libraries print beside Python goes to a log, and so does the end of a process that only lost another.
     """
 
     @functools.wraps(command)
@@ -158,6 +171,8 @@ def jointly(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
         if not launched():
             command(*args, **kwargs)
             return
+        if LOG in os.environ:
+            _keep_in(os.environ[LOG])
         with _group() as store:
             _run_one_of_several(functools.partial(command, *args, **kwargs), processes(), store)
 
@@ -177,9 +192,45 @@ def _run_one_of_several(command: Callable[[], None], mine: Processes, store: Any
             else:
                 _outlast(store)
         except BaseException as error:
-            if not _first_to_fail(store, mine):
-                raise SystemExit(getattr(error, "exit_code", None) or 1) from None
+            lost = _is_a_loss(error)
+            first = _first_to_fail(store, mine)
+            if LOG in os.environ and not isinstance(error, SystemExit):
+                os.write(2, traceback.format_exc().encode())
+            if not first or (lost and LOG in os.environ):
+                # An interruption is no `Exception`.
+                otherwise = getattr(error, "exit_code", None) or (1 if isinstance(error, Exception) else 130)
+                raise SystemExit(LOST if lost else otherwise) from None
+            if lost and not isinstance(error, ProcessLost):
+                raise _lost(error) from error
             raise
+
+
+def _keep_in(path: str) -> None:
+    """Let what is written past Python (by gloo, NCCL, CUDA) go to a file, and Python's words where they went."""
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _is_a_loss(error: BaseException) -> bool:
+    """Whether an error says no more than that another process is gone."""
+    if isinstance(error, LapcliError):
+        return isinstance(error, ProcessLost)
+    import torch.distributed as dist
+
+    # gloo's errors in a backward pass have no type of their own.
+    raised_by_a_transport = isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    return raised_by_a_transport or isinstance(error, dist.DistError)
+
+
+def _lost(error: BaseException) -> ProcessLost:
+    first = (str(error).splitlines() or [repr(error)])[0].partition(". This is typically")[0]
+    return ProcessLost(
+        f"another process of this run ended or does not answer ({first})",
+        "look for its message above; the same command with as many processes goes on from there",
+    )
 
 
 def _outlast(store: Any) -> None:
@@ -219,8 +270,4 @@ def _together() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        first = (str(error).splitlines() or [repr(error)])[0]
-        raise LapcliError(
-            f"another process of this run ended or does not answer ({first})",
-            "look for its message above; the same command with as many processes goes on from there",
-        ) from error
+        raise _lost(error) from error

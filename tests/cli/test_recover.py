@@ -272,7 +272,8 @@ def test_stopped_it_goes_on_to_the_same_bits(run, text, unbroken, number):
     assert all((found[name] == unbroken[name]).all() for name in unbroken)
 
 
-def test_a_killed_process_takes_the_other_with_it_and_is_named(run, text):
+def test_a_killed_process_takes_the_other_with_it_and_is_named(run, text, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start("recover", "--data", text, *LONG, "--gpus", "2", "--device", "cpu", "--run", run)
     until(process, lambda: steps_in(run) > 3)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -280,7 +281,14 @@ def test_a_killed_process_takes_the_other_with_it_and_is_named(run, text):
     os.kill(int(children[1]), signal.SIGKILL)
     _out, err = process.communicate(timeout=150)
     assert process.returncode == 1
-    assert "process 1 of 2 was killed (signal 9)" in err
+    # What the other said of it is kept, not shown.
+    first, hint = err[err.index("error:") :].splitlines()
+    assert first == "error: process 1 of 2 was killed (signal 9), so the others ended too"
+    assert "Traceback" not in err
+    assert "gloo" not in err
+    (logs,) = tmp_path.glob("lapcli-processes-*")
+    assert str(logs) in hint
+    assert "gloo" in (logs / "process-0.log").read_text()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's word to children is Linux's")
@@ -299,7 +307,8 @@ def test_processes_end_with_the_one_that_started_them(run, text):
     assert steps_in(run) < 40
 
 
-def test_two_processes_end_together_and_go_on_as_one(run, text):
+def test_two_processes_end_together_and_go_on_as_one(run, text, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     long = ("recover", "--data", text, *SMALL[2:], "--steps", "60", "--device", "cpu", "--run", run)
     process = start(*long, "--gpus", "2")
     until(process, lambda: steps_in(run) > 3)
@@ -307,6 +316,7 @@ def test_two_processes_end_together_and_go_on_as_one(run, text):
     _out, err = process.communicate(timeout=150)
     assert process.returncode == 130, err
     assert err.count("goes on from there") == 1
+    assert not list(tmp_path.glob("lapcli-processes-*"))
     assert 3 < steps_in(run) < 60
     # The text is the same, whoever reads it.
     again = command(*long)
