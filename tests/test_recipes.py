@@ -1,0 +1,90 @@
+"""The recipes that ship: each can be read, asks for what there is and says so; the paper's tables all have a row."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from lapcli.cli.app import main
+from lapcli.data import parse_mixture
+from lapcli.data.hub import find_hub_set
+from lapcli.evaluation.tasks import TASKS, parse_tasks
+from lapcli.recipe import read_recipe
+from lapcli.stages.selection import budget_for
+from lapcli.sweeps.cells import expand
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = {
+    path.relative_to(ROOT / "recipes").with_suffix("").as_posix(): path
+    for path in sorted((ROOT / "recipes").rglob("*.yaml"))
+}
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+# What K is in the models of the paper, and in the one that ships.
+KEY_WIDTHS = {"paper": (128, 256), "gated_deltanet": (64,), "demo": (64,)}
+
+
+def header(path):
+    """The comment at the top, unwrapped, by what each part is called; the first part is called nothing."""
+    lines = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
+    parts = re.split(r"\b(Run|Needs|Gives|Costs):", " ".join(lines))
+    return {"": parts[0].strip(), **dict(zip(parts[1::2], map(str.strip, parts[2::2]), strict=True))}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_asks_for_what_there_is(name):
+    recipe = read_recipe(RECIPES[name])
+    cells = expand(recipe, name)
+    for cell in cells:
+        for key_width in KEY_WIDTHS[name.split("/")[0]]:
+            assert budget_for(key_width, cell.selection).width.width < key_width
+        for data in (cell.calibration.data, *([cell.recovery.data] if cell.recovery else [])):
+            for part in parse_mixture(data):
+                assert part.name in ("builtin", "recall") or find_hub_set(part.name), part
+    for task in parse_tasks(recipe.evaluation.tasks) if recipe.evaluation else ():
+        assert task.name in TASKS or task.name == "ruler"
+    said = header(RECIPES[name])
+    assert all(said[part] for part in ("", "Run", "Needs", "Gives", "Costs"))
+    if "cells" in said["Gives"] and "/cells/" not in said["Gives"]:
+        assert f"each of {len(cells)} cells" in said["Gives"]
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("paper/")])
+def test_a_recipe_of_the_paper_keeps_to_its_settings(name):
+    recipe, said = read_recipe(RECIPES[name]), header(RECIPES[name])
+    assert said["Costs"].startswith("estimate, not measured")
+    assert "arXiv 2602.04852" in said[""]
+    assert recipe.selection.align == 1
+    assert not recipe.model.startswith("demo:")
+    assert recipe.calibration.seq_len == 2048
+    if recipe.recovery:
+        assert (recipe.recovery.samples, recipe.recovery.batch, recipe.recovery.lr) == (32000, 16, 1e-4)
+        assert (recipe.recovery.rank, recipe.recovery.alpha, recipe.recovery.warmup) == (32, 64, 0.05)
+
+
+def test_every_table_and_figure_has_its_row_and_every_recipe_its_place():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    for kind, count in (("Table", 24), ("Figure", 8)):
+        for number in range(1, count + 1):
+            assert sum(bool(re.search(rf"\b{kind} {number}\b", row.split("|")[1])) for row in rows) == 1, (kind, number)
+    named = set(re.findall(r"`((?:paper|demo)/[^`]+)`", PAGE))
+    assert named <= RECIPES.keys()
+    assert {name for name in RECIPES if name.startswith(("paper/", "demo/"))} == named
+    for name in named:
+        # The numbers in a header are those of its rows.
+        tables = set(re.findall(r"\bTables? (\d+)", header(RECIPES[name])[""]))
+        mine = " ".join(row.split("|")[1] for row in rows if f"`{name}`" in row)
+        assert tables <= set(re.findall(r"\d+", mine)), name
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("demo/")])
+def test_a_small_one_can_begin(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = "run" if read_recipe(RECIPES[name]).sweep is None else "sweep"
+    monkeypatch.setattr(sys, "argv", ["lapcli", command, name, "--dry-run", "--json", "--device", "cpu"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    out, err = capsys.readouterr()
+    assert not exit_.value.code, err
+    assert json.loads(out)["dry_run"] is True
