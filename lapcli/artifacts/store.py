@@ -185,7 +185,9 @@ def write_artifact(path: Path, lineage: Lineage, tensors: "Mapping[str, torch.Te
     return Artifact(path, lineage, tuple(sorted(stored)))
 
 
-def _lineage(document: Mapping[str, Any], path: Path, kind: str | None) -> Lineage:
+def _lineage(document: Any, path: Path, kind: str | None) -> Lineage:
+    if not isinstance(document, dict):
+        raise ArtifactError(f"{path} holds no JSON object; it was not written by lapcli")
     schema = document.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA:
         raise ArtifactError(
@@ -197,9 +199,13 @@ def _lineage(document: Mapping[str, Any], path: Path, kind: str | None) -> Linea
         raise ArtifactError(f"{path} is a {document.get('kind')}, but a {kind} is wanted here")
     fields = Lineage.__dataclass_fields__
     try:
-        return Lineage(**{name: document[name] for name in fields})
+        lineage = Lineage(**{name: document[name] for name in fields})
     except KeyError as error:
         raise ArtifactError(f"{path} lacks {error} in its header; it was not written by lapcli") from error
+    for name in ("model", "settings", "parents", "axes", "record"):
+        if not isinstance(getattr(lineage, name), dict):
+            raise ArtifactError(f"{path} has a {name} that is no JSON object; it was not written by lapcli")
+    return lineage
 
 
 def read_artifact(path: Path, kind: str | None = None) -> Artifact:

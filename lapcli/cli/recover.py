@@ -310,14 +310,17 @@ def _would_do(plan: "RecoveryPlan", as_json: bool) -> None:
         "text": f"{plan.settings.data}, {training.steps} steps of {training.batch} x {plan.settings.seq_len} = "
         f"{plan.settings.tokens:,} tokens",
         "costs": f"about {plan.operations:.2g} floating-point operations",
-        "goes on": "it is there already" if plan.finished else _goes_on(plan.resumes_after),
+        "goes on": _goes_on(plan),
         "writes": f"{plan.folder}/, {plan.output}/",
     }
     display.facts("would do (nothing was done)", facts)
 
 
-def _goes_on(step: int | None) -> str:
-    return "begins anew" if step is None else f"after step {step}"
+def _goes_on(plan: "RecoveryPlan") -> str:
+    if plan.finished is not None:
+        lost = f", and gets back {', '.join(plan.lost)}" if plan.lost else ""
+        return f"it is there already{lost}"
+    return "begins anew" if plan.resumes_after is None else f"after step {plan.resumes_after}"
 
 
 def _show(record: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
 """A model by name: a local directory, a hub id, or `demo:NAME`, resolved to files without loading any weights."""
 
+import filecmp
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -187,6 +189,29 @@ def companions(source: ModelSource) -> list[str]:
         and not file.name.startswith((".", "consolidated"))
         and not file.name.endswith(".index.json")
     )
+
+
+def lost_companions(source: ModelSource, folder: Path, but: Collection[str] = ()) -> list[str]:
+    """What a model's companions a folder that was made of it lacks, or has with other contents.
+
+    Args:
+        source: the model.
+        folder: with other weights of it.
+        but: names of which the contents may differ.
+    """
+    return [
+        name
+        for name in companions(source)
+        if not (folder / name).is_file()
+        or (name not in but and not filecmp.cmp(source.path / name, folder / name, shallow=False))
+    ]
+
+
+def copy_companions(source: ModelSource, folder: Path, names: Iterable[str] | None = None) -> None:
+    """Put a model's companions, or those of these names, into a folder with other weights of it."""
+    for name in companions(source) if names is None else names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source.path / name, folder / name)
 
 
 def demo_models() -> dict[str, Path]:

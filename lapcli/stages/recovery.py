@@ -14,13 +14,19 @@ from typing import Any
 
 import torch
 
-from lapcli.artifacts import Lineage, RunDirectory, read_document, write_document
+from lapcli.artifacts import Lineage, RunDirectory, atomic_file, read_document, write_document
 from lapcli.data import check_source, fingerprint, parse_mixture
 from lapcli.errors import ArtifactError, DataError, FamilyError, LapcliError, ModelError
 from lapcli.families.library_kernels import choose_kernels
 from lapcli.families.loading import load_model, load_tokenizer, skeleton
 from lapcli.families.registry import family_for
-from lapcli.families.source import ModelSource, refuse_quantised, resolve_model
+from lapcli.families.source import (
+    ModelSource,
+    copy_companions,
+    lost_companions,
+    refuse_quantised,
+    resolve_model,
+)
 from lapcli.machine import Machine
 from lapcli.parallel import ALONE, Processes
 from lapcli.recipe import RecoverySettings
@@ -28,7 +34,14 @@ from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.calibration import check_length
 from lapcli.stages.evaluation_file import forget_stale
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage
-from lapcli.training.adapters import AdapterPlan, apply_adapters, plan_adapters, save_adapter, trained_state
+from lapcli.training.adapters import (
+    AdapterPlan,
+    apply_adapters,
+    plan_adapters,
+    read_adapter,
+    save_adapter,
+    trained_state,
+)
 from lapcli.training.card import recovery_card
 from lapcli.training.checkpoints import Checkpoint, Checkpoints, latest_step
 from lapcli.training.curve import Curve
@@ -42,7 +55,7 @@ from lapcli.training.engine import (
     recover,
     training_lineage,
 )
-from lapcli.training.merging import merge, rows_on_disk
+from lapcli.training.merging import merge, merged_lineage, rows_on_disk
 from lapcli.training.picture import draw_curve
 from lapcli.training.reload import Reloaded, check_reload
 from lapcli.training.stream import TrainingStream
@@ -52,6 +65,7 @@ KIND = "recovery"
 SUMMARY = "recovery.json"
 ADAPTER = "adapter"
 PICTURE = "curve.png"
+CARD = "README.md"
 
 _MEND = "pass --restart to begin anew, or --run DIR to keep both"
 _CHECKED_TOKENS = 256
@@ -74,6 +88,7 @@ class RecoveryPlan:
         vocabulary: leading ids that both models have, or `None` without a teacher.
         resumes_after: the step after which training goes on, or `None`.
         finished: what came of it, where it is there already.
+        lost: files beside its weights that are to be put back.
         restart: whether an earlier recovery is thrown away.
     """
 
@@ -88,6 +103,7 @@ class RecoveryPlan:
     vocabulary: int | None
     resumes_after: int | None
     finished: Lineage | None
+    lost: tuple[str, ...]
     restart: bool
 
     def document(self) -> dict[str, Any]:
@@ -104,6 +120,7 @@ class RecoveryPlan:
             "operations": self.operations,
             "resumes_after": self.resumes_after,
             "finished": self.finished is not None,
+            "puts_back": list(self.lost),
             "writes": [str(self.folder), str(self.output)],
         }
 
@@ -197,7 +214,7 @@ def plan_recovery(
     there = begun = None
     if not restart:
         try:
-            there = _finished(student, teacher, settings, folder, output)
+            there = _finished(student, teacher, settings, folder, output, reporter or SilentReporter())
             if there is None:
                 begun = _begun(student, teacher, settings, adapters, folder, trust_remote_code)
         except (ArtifactError, DataError):
@@ -225,6 +242,7 @@ def plan_recovery(
         vocabulary=vocabulary,
         resumes_after=None if begun is None else begun.step,
         finished=there,
+        lost=() if there is None else _lost(student, output),
         restart=restart,
     )
 
@@ -337,24 +355,67 @@ def _looked_up(model: Any) -> int:
 
 
 def _finished(
-    student: ModelSource, teacher: ModelSource | None, settings: RecoverySettings, folder: Path, output: Path
+    student: ModelSource,
+    teacher: ModelSource | None,
+    settings: RecoverySettings,
+    folder: Path,
+    output: Path,
+    reporter: Reporter,
 ) -> Lineage | None:
-    """What an earlier recovery of these inputs left, if it is whole."""
-    if not (folder / SUMMARY).is_file():
+    """What an earlier recovery of these inputs left, unless its weights or its adapter have to be made again.
+
+    Raises:
+        ArtifactError: it was of other inputs; or what is written of it cannot be read, and no checkpoint can say more.
+    """
+    summary = folder / SUMMARY
+    if not summary.is_file():
         return None
-    found = read_document(folder / SUMMARY, KIND)
-    refuse_stale(recovery_lineage(student, teacher, settings), found, folder / SUMMARY, _MEND)
-    return found if (folder / ADAPTER / LINEAGE_FILE).is_file() and _is_whole(output, found) else None
-
-
-def _is_whole(output: Path, found: Lineage) -> bool:
-    """Whether the merged model is the one that was written."""
-    if not (output / LINEAGE_FILE).is_file():
-        return False
     try:
-        return resolve_model(str(output)).digest == found.record.get("digest")
+        found = read_document(summary, KIND)
+    except ArtifactError as error:
+        if error.hint is not None or latest_step(folder / CHECKPOINTS) is None:
+            raise ArtifactError(error.message, error.hint or _MEND) from error
+        reporter.warn(f"{error.message}; it is made again from the last checkpoint")
+        return None
+    refuse_stale(recovery_lineage(student, teacher, settings), found, summary, _MEND)
+    wrong = _what_is_wrong(folder, output, found)
+    if wrong is None:
+        return found
+    reporter.warn(f"{wrong}; it is made again from the last checkpoint, where there is one")
+    return None
+
+
+def _what_is_wrong(folder: Path, output: Path, found: Lineage) -> str | None:
+    """What keeps adapter and merged model from being those that were written, files beside the weights left out."""
+    if not (folder / ADAPTER / LINEAGE_FILE).is_file():
+        return f"{folder / ADAPTER} is not whole"
+    try:
+        whole = resolve_model(str(output)).digest == found.record.get("digest")
     except LapcliError:
-        return False
+        whole = False
+    return None if whole else f"{output} is damaged"
+
+
+def _lost(student: ModelSource, output: Path) -> tuple[str, ...]:
+    """Files beside the weights that a merged model lacks, or has otherwise."""
+    try:
+        known = sliced_lineage(output) is not None
+    except ArtifactError:
+        known = False
+    card = () if (output / CARD).is_file() else (CARD,)
+    return (*lost_companions(student, output), *card, *(() if known else (LINEAGE_FILE,)))
+
+
+def _put_back(plan: RecoveryPlan, record: dict[str, Any]) -> None:
+    """Write the files again that a merged model has lost."""
+    own = {CARD, LINEAGE_FILE}
+    copy_companions(plan.student, plan.output, [name for name in plan.lost if name not in own])
+    if CARD in plan.lost:
+        with atomic_file(plan.output / CARD) as temporary:
+            temporary.write_text(recovery_card(plan.student, plan.teacher, plan.settings, record))
+    if LINEAGE_FILE in plan.lost:
+        adapter = plan.folder / ADAPTER
+        write_document(plan.output / LINEAGE_FILE, merged_lineage(plan.student, adapter, read_adapter(adapter)[0]))
 
 
 def recovery_lineage(student: ModelSource, teacher: ModelSource | None, settings: RecoverySettings) -> Lineage:
@@ -405,8 +466,11 @@ def recover_into(
     machine, reporter = machine or Machine(), reporter or SilentReporter()
     adapter = plan.folder / ADAPTER
     if plan.finished is not None:
+        if plan.lost and processes.leader:
+            _put_back(plan, plan.finished.record)
+            reporter.warn(f"{plan.output} had lost {', '.join(plan.lost)}, which was put back")
         reporter.notice(f"{plan.output} is there already")
-        return RecoveryResult(plan.output, adapter, plan.finished.record, worked=False)
+        return RecoveryResult(plan.output, adapter, plan.finished.record, worked=bool(plan.lost))
     places = (plan.folder, plan.output) if plan.restart and processes.leader else ()
     for place in places:
         _check_ours(place)

@@ -20,7 +20,7 @@ from lapcli.artifacts import Lineage, TensorEntry, atomic_directory, digest_file
 from lapcli.errors import ArtifactError, FamilyError
 from lapcli.families.loading import skeleton
 from lapcli.families.registry import family_for
-from lapcli.families.source import INDEX_FILE, ModelSource, companions, refuse_quantised
+from lapcli.families.source import INDEX_FILE, ModelSource, companions, copy_companions, refuse_quantised
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_other_model, sliced_lineage
 from lapcli.training.adapters import FULL_FILE, LORA_FILE, read_adapter
@@ -122,15 +122,13 @@ def merge(
                             changed.append(entry.name)
             task.advance(header.path.stat().st_size)
         index = [] if source.index is None else [INDEX_FILE]
-        for name in (*companions(source), "config.json", *index):
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source.path / name, folder / name)
+        copy_companions(source, folder, (*companions(source), "config.json", *index))
         (folder / "README.md").write_text(_card(source, len(changed)) if card is None else card)
-        write_document(folder / LINEAGE_FILE, recovery_lineage(source, adapter, lineage))
+        write_document(folder / LINEAGE_FILE, merged_lineage(source, adapter, lineage))
     return Merged(output, tuple(changed), len(source.tensors))
 
 
-def recovery_lineage(source: ModelSource, adapter: Path, of: Lineage) -> Lineage:
+def merged_lineage(source: ModelSource, adapter: Path, of: Lineage) -> Lineage:
     """The lineage of a merged model.
 
     Args:

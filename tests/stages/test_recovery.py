@@ -335,6 +335,54 @@ def test_a_damaged_result_is_made_again(made, words, run):
         assert file.read_bytes() == whole
 
 
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_lost_files_beside_the_weights_are_put_back(made, words, run):
+    base, student = made
+    healed(student, base, settings(words), run)
+    whole = contents(run.recovered)
+    # Weights and adapter are enough for it.
+    shutil.rmtree(run.recovery / "checkpoints")
+    (run.recovered / "tokenizer.json").unlink()
+    (run.recovered / "tokenizer_config.json").write_text("{}")
+    (run.recovered / "README.md").unlink()
+    (run.recovered / "lapcli.json").write_text("[]")
+    lost = {"tokenizer.json", "tokenizer_config.json", "README.md", "lapcli.json"}
+    plan = plan_recovery(student, base, settings(words), run)
+    assert set(plan.document()["puts_back"]) == set(plan.lost) == lost
+    reporter = SilentReporter()
+    assert healed(student, base, settings(words), run, reporter=reporter).worked
+    assert all(name in reporter.warnings[0] for name in lost)
+    assert contents(run.recovered) == whole
+    assert not healed(student, base, settings(words), run).worked
+
+
+@pytest.mark.parametrize("damage", ['{"kind": "recovery", ', "[]", '{"kind": "recovery", "schema": 1}'])
+def test_a_damaged_summary_is_made_again_or_named_with_a_remedy(made, words, run, damage):
+    base, student = made
+    healed(student, base, settings(words), run)
+    summary, merged = run.recovery / "recovery.json", contents(run.recovered)
+    before = json.loads(summary.read_text())["record"]
+    summary.write_text(damage)
+    reporter = SilentReporter()
+    plan = plan_recovery(student, base, settings(words), run, reporter=reporter)
+    assert plan.resumes_after == 3
+    assert "recovery.json" in reporter.warnings[0]
+    recover_into(plan, run, execution=EXECUTION)
+    after = json.loads(summary.read_text())["record"]
+    assert {**after, "wall_seconds": 0, "reloaded": 0} == {**before, "wall_seconds": 0, "reloaded": 0}
+    assert contents(run.recovered) == merged
+    summary.write_text(damage)
+    with pytest.raises(ArtifactError, match="lr: 0"):
+        plan_recovery(student, base, settings(words, lr=1e-3), run)
+    shutil.rmtree(run.recovery / "checkpoints")
+    with pytest.raises(ArtifactError, match=r"recovery\.json") as refused:
+        plan_recovery(student, base, settings(words), run)
+    assert "--restart" in refused.value.hint
+
+
 def test_a_recovered_model_learns_from_the_unpruned_one(made, words, run):
     base, student = made
     healed(student, base, settings(words), run)
