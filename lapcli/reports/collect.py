@@ -159,7 +159,10 @@ def _analysis(path: Path) -> dict[str, Any]:
 
     artifact = read_artifact(path, "analysis")
     try:
-        summary = Analysis(artifact.tensors(), artifact.lineage.record).summary()
+        analysis = Analysis(artifact.tensors(), artifact.lineage.record)
+        summary = analysis.summary()
+        means = {label: analysis.utilisation(label).mean(1).tolist() for label in analysis.labels}
+        summary |= {"positions": analysis.positions, "utilisation": means}
     except (KeyError, RuntimeError, StopIteration) as error:
         raise ArtifactError(f"{path} cannot be read: {error!r}") from error
     return {**summary, "settings": artifact.lineage.settings}

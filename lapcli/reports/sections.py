@@ -35,6 +35,7 @@ _ERRORS = (
 )
 _LINES = 8
 _BINS = 200
+_MARKERS = 16
 
 
 def compose(found: Found) -> Document:
@@ -520,6 +521,7 @@ def _analyses(found: Found) -> list[Block]:
         heads = ("cell", "columns", "σ min", "σ max", "κ")
         note = "Medians over heads: that of κ is not the ratio of the other two."
         blocks.append(Table("Conditioning of the joint key and query columns", heads, tuple(columns), 2, note))
+    blocks += _utilisation(found)
     if not found.sweep:
         for entry in found.entries:
             blocks += [
@@ -529,6 +531,39 @@ def _analyses(found: Found) -> list[Block]:
                 and path.read_bytes().startswith(b"\x89PNG")
             ]
     return blocks
+
+
+def _utilisation(found: Found) -> list[Block]:
+    """As Figure 3 of arXiv 2602.04852, of a sweep; a run has the picture that `analyze` drew."""
+    looked = [(entry, entry.analysis) for entry in found.entries if entry.analysis is not None]
+    if not found.sweep or not looked:
+        return []
+    told = [{**analysis["settings"], "models": None} for _entry, analysis in looked]
+    methods = [entry.axes.get("method") for entry, _analysis in looked]
+    one_each = len(set(methods)) == len(methods)
+    series: dict[str, Series] = {}
+    for (entry, analysis), settings in zip(looked, told, strict=True):
+        if settings != told[0]:
+            continue  # other text or positions: no line to be laid beside the others
+        for label, values in analysis["utilisation"].items():
+            cell = str(entry.axes["method"]) if one_each else entry.name
+            name = "unpruned" if label == "base" else cell if label == "sliced" else f"{cell}, {label}"
+            points = [Point(x, y) for x, y in zip(analysis["positions"], values, strict=True)]
+            # Thinned from the end, so that markers can be told apart.
+            step = (len(points) + _MARKERS - 1) // _MARKERS
+            points = tuple(points[::-step][::-1])
+            # The unpruned model is the same one in every cell.
+            series.setdefault(name, Series(name, points))
+    return [
+        Chart(
+            "Rank utilisation of the states",
+            "er(S) / min(K, V), mean over all heads, layers and samples, against the tokens seen, a line for each of "
+            f"{_listed(series)}.",
+            "tokens seen",
+            "rank utilisation",
+            tuple(series.values())[:_LINES],
+        )
+    ]
 
 
 def _plain(value: float | None) -> str:

@@ -7,8 +7,9 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
-from lapcli.artifacts import RunDirectory
+from lapcli.artifacts import Lineage, RunDirectory, write_artifact
 from lapcli.errors import ArtifactError
 from lapcli.evaluation.estimates import accuracy, mean
 from lapcli.evaluation.results import Evaluation, ModelScores, Score
@@ -210,6 +211,50 @@ def test_pooling(given, value, error):
     found = pool(given)
     assert found.value == value
     assert found.stderr == (None if error is None else pytest.approx(error))
+
+
+def look_into(run, utilisation, samples=2):
+    """Write an analysis of base and slice, of one head of widths 8 and 4, whose utilisation falls off as 1 / tokens."""
+    tensors = {"positions": torch.arange(1, 41) * 10}
+    for label, width in (("base", 8), ("sliced", 4)):
+        rank = width * utilisation[label] / tensors["positions"].float()
+        states = {
+            "effective_rank": rank,
+            "kappa": 100 + 0 * rank,
+            "key_kappa": 1 + 0 * rank,
+            "key_margin": 2 + 0 * rank,
+        }
+        for name, value in states.items():
+            tensors[f"{label}.layers.0.{name}"] = value.view(1, -1, 1).expand(samples, -1, -1)
+        tensors[f"{label}.layers.0.spectrum"] = torch.ones(1, width).double()
+    sizes = {"index": 0, "heads": 1, "value_heads": 1, "value_width": 8}
+    record = {
+        "models": {"base": [{**sizes, "key_width": 8}], "sliced": [{**sizes, "key_width": 4}]},
+        "floored": {"base": 0, "sliced": 0},
+        "output_error": {"sliced": [{"own": 0.1, "base": 0.1}]},
+    }
+    model = {"name": "demo", "revision": None, "digest": "d" * 64}
+    lineage = Lineage("analysis", model, "any", {"samples": samples, "models": ["base", "sliced"]}, record=record)
+    run.path.mkdir(parents=True, exist_ok=True)
+    write_artifact(run.path / "analysis" / "analysis.safetensors", lineage, tensors)
+
+
+def test_cells_that_were_looked_into_share_a_chart(sweep):
+    def charts():
+        found = [block for block in blocks(sweep.path) if isinstance(block, Chart)]
+        return [chart for chart in found if chart.title == "Rank utilisation of the states"]
+
+    assert charts() == []
+    look_into(sweep.cell("drrqr-0.5-s0"), {"base": 2.0, "sliced": 3.0})
+    look_into(sweep.cell("l1-0.5-s0"), {"base": 2.0, "sliced": 5.0})
+    look_into(sweep.cell("l1-0.5-s1"), {"base": 2.0, "sliced": 7.0}, samples=3)
+    (chart,) = charts()
+    # The last one looked at other text, so it is no line; two cells are of one method, so cells go by their names.
+    assert [line.name for line in chart.series] == ["unpruned", "drrqr-0.5-s0", "l1-0.5-s0"]
+    for line, numerator in zip(chart.series, (2.0, 3.0, 5.0), strict=True):
+        assert line.points[-1].x == 400
+        assert len(line.points) <= 16
+        assert [point.y for point in line.points] == pytest.approx([numerator / point.x for point in line.points])
 
 
 def test_a_chart_puts_points_where_they_belong():
