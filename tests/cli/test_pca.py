@@ -48,8 +48,9 @@ def test_a_run(lapcli, tiny, text, tmp_path):
 
     code, _out, err = lapcli("report", "lapcli-run")
     assert code == 0, err
-    said = next((tmp_path / "lapcli-run").rglob("*.md"), None)
-    assert said is None or "pca" in said.read_text()
+    said = (tmp_path / "lapcli-run" / "report.md").read_text()
+    assert "pca" in said
+    assert "Conditioning of the joint key and query columns" in said
 
 
 def test_a_sweep_beside_selectors_of_channels(lapcli, tiny, text):
