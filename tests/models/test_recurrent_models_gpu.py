@@ -173,7 +173,8 @@ def test_training_step_compiled_whole(model):
     ids = draw(2, 256).cuda()
     parameters = list(network.parameters())
     expected = torch.autograd.grad(network(ids, labels=ids).loss, parameters)
-    compiled = torch.compile(network, fullgraph=True, dynamic=False)
+    # torch 2.11's fusion of sums over rows with sums over columns fails on the norms' gradients, or sums wrongly.
+    compiled = torch.compile(network, fullgraph=True, dynamic=False, options={"triton.mix_order_reduction": False})
     actual = torch.autograd.grad(compiled(ids, labels=ids).loss, parameters)
     for (name, _), a, b in zip(network.named_parameters(), actual, expected, strict=True):
         # Two orders of summation in fp32 over 512 tokens.
