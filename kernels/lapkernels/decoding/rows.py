@@ -46,6 +46,8 @@ class ConvState:
     ) -> "ConvState":
         """A ring for `slots` rows and steps of up to `tokens` tokens, on the weight's device.
 
+        The filter is copied tap by tap, so that neighbouring channels lie side by side as the kernel reads them.
+
         Args:
             weight: `[channels, W]`, or `[channels, 1, W]` as `nn.Conv1d` holds it.
             bias: `[channels]`, or `None`.
@@ -53,10 +55,10 @@ class ConvState:
             tokens: the largest T.
             dtype: of the inputs; `None` for the weight's.
         """
-        weight = weight.squeeze(1) if weight.ndim == 3 else weight
+        weight = weight.detach().squeeze(1) if weight.ndim == 3 else weight.detach()
         channels, width = weight.shape
         inputs = weight.new_zeros(slots, width - 1 + tokens, channels, dtype=dtype or weight.dtype)
-        return ConvState(weight, bias, inputs)
+        return ConvState(weight.t().contiguous().t(), None if bias is None else bias.detach(), inputs)
 
 
 def store_inputs(conv: ConvState, last: Tensor, position: Tensor, slots: Tensor | None = None) -> None:

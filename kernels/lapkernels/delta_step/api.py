@@ -5,7 +5,9 @@ from torch import Tensor
 
 from lapkernels._triton import kernels_can_run
 from lapkernels.decoding.rows import ConvState
+from lapkernels.decoding.workspace import Workspace
 from lapkernels.delta_rule.api import Choice
+from lapkernels.delta_step.configs import StepConfig
 from lapkernels.delta_step.reference import delta_step_reference
 from lapkernels.delta_step.validation import check_arguments
 from lapkernels.errors import InvalidInput, KernelUnavailable
@@ -92,6 +94,8 @@ def delta_step(
     silu_v: bool = True,
     commit: Tensor | None = None,
     rounding_seed: Tensor | None = None,
+    workspace: Workspace | None = None,
+    config: StepConfig | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Advance rows by one token (or a few), from raw projections to the normed and gated output, state in place.
@@ -142,6 +146,9 @@ def delta_step(
         commit: `[B]`, int32 or int64, `0 <= commit <= T`: how many tokens count; `None` for all. 0 writes nothing.
         rounding_seed: one integer on the device: round a bf16 state up or down at random, with the true value as
             mean. Change it in place between steps (inside a CUDA graph too). `None` rounds to the nearest.
+        workspace: where the kernel's programs meet; `None` for the device's own, which steps must not use at the same
+            time on several streams.
+        config: how the kernel cuts the step; `None` for what its table says.
         impl: `auto` (see `select_impl`), `reference` or `triton`.
 
     Returns:
@@ -166,4 +173,9 @@ def delta_step(
         q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight, norm_eps,
         gate_activation, lamb, strength, factor, qk_l2norm, (silu_q, silu_k, silu_v), commit, rounding_seed,
     )  # fmt: skip
+    if impl == "triton":
+        # Here, since it imports triton.
+        from lapkernels.delta_step.triton_launch import delta_step_triton
+
+        return delta_step_triton(*arguments, config=config, workspace=workspace)
     return delta_step_reference(*arguments)

@@ -1,0 +1,93 @@
+"""From the arguments of `delta_step` to a launch of its kernel."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapkernels.decoding.rows import ConvState
+from lapkernels.decoding.workspace import Workspace, shared_workspace
+from lapkernels.delta_step.configs import StepConfig, choose_config, key_parts, rows_at_once
+from lapkernels.delta_step.triton_step import delta_step_kernel
+
+
+def delta_step_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    b: Tensor | None,
+    a: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    decay_lower_bound: float | None,
+    conv: ConvState | None,
+    position: Tensor | None,
+    slots: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    gate_activation: str,
+    lamb: Tensor | None,
+    strength: float,
+    scale: float,
+    qk_l2norm: bool,
+    silu: tuple[bool, bool, bool],
+    commit: Tensor | None,
+    rounding_seed: Tensor | None,
+    config: StepConfig | None = None,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """Run the step. Arguments as `delta_step` has checked and completed them; returns `[B, T, HV, V]`."""
+    batch, time, key_heads, key_width = q.shape
+    value_heads, value_width = v.shape[2:]
+    heads = batch * value_heads
+    if config is None:
+        config = choose_config(key_width, value_width, heads, state.element_size(), time, q.device)
+    tiles = config.tiles(value_width)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    counters = scratch = out
+    held = norm_weight is not None and tiles > 1 and time == 1 and config.splits == 1
+    if norm_weight is not None and tiles * config.splits > 1 and not held:
+        needed = (heads, heads * time * value_width)
+        counters, scratch = workspace or shared_workspace(*needed, q.device)
+    # A pointer that is never followed, where an argument is absent.
+    none = out
+    inputs, weight, bias = (none, none, None) if conv is None else (conv.inputs, conv.weight, conv.bias)
+    parts = key_parts(key_width)
+    rows = rows_at_once(parts, config, state.element_size(), state.stride(3) == 1)
+
+    def strides(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
+        return (0,) * axes if tensor is None else tensor.stride()[:axes]
+
+    def pointer(tensor: Tensor | None) -> Tensor:
+        return none if tensor is None else tensor
+
+    launch: Any = delta_step_kernel[(heads * config.splits,)]
+    with torch.cuda.device(q.device.index if q.is_cuda else -1):
+        launch(
+            q, k, v, pointer(b), pointer(a), pointer(lamb), pointer(gate), out, state, inputs, weight, pointer(bias),
+            pointer(A_log), pointer(dt_bias), pointer(norm_weight), pointer(position), pointer(slots), pointer(commit),
+            pointer(rounding_seed), counters, scratch,
+            *strides(q, 3), *strides(k, 3), *strides(v, 3), *strides(b, 2), *strides(a, 3), *strides(lamb, 2),
+            *strides(gate, 3), *state.stride()[:2], *inputs.stride()[:2], *weight.stride()[:2],
+            scale, strength, norm_eps, 0.0 if decay_lower_bound is None else decay_lower_bound,
+            H=key_heads, HV=value_heads, K=key_width, V=value_width, T=time,
+            W=0 if conv is None else conv.width, R=1 if conv is None else conv.ring,
+            STRIDE_K=state.stride(2), STRIDE_V=state.stride(3), K0=parts[0], K1=parts[1], K2=parts[2],
+            ROWS0=rows[0], ROWS1=rows[1], ROWS2=rows[2], KN=_power(key_width), BV=config.tile, TILES=tiles,
+            TILES2=_power(tiles) if held else 1, SPLITS=config.splits, V2=_power(value_width),
+            BIAS=bias is not None, SILU_Q=silu[0], SILU_K=silu[1], SILU_V=silu[2], L2NORM=qk_l2norm,
+            WRITE=b is not None, DECAY=0 if a is None else a.ndim - 2, RATED=A_log is not None,
+            DT_BIAS=dt_bias is not None, BOUNDED=decay_lower_bound is not None, LAMBDA=lamb is not None,
+            NORM=norm_weight is not None, GATE=gate is not None, SIGMOID=gate_activation == "sigmoid",
+            POSITION=position is not None, SLOTS=slots is not None, COMMIT=commit is not None,
+            STOCHASTIC=rounding_seed is not None, GATHER=config.warps > 1 and (parts[1] > 0 or _power(key_width) < 32 * config.warps), EVICT=config.evict,
+            num_warps=config.warps,
+        )  # fmt: skip
+    return out
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,359 @@
+"""The step as one Triton kernel: the state is read once and written once; everything else rides along."""
+
+import triton
+import triton.language as tl
+
+from lapkernels.decoding.triton_parts import filter_token, mix_bits, narrow_state, normed_and_gated, sigmoid, softplus
+
+
+@triton.jit
+def _offsets(columns, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+             WHOLE: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr):  # fmt: skip
+    """Where rows FIRST .. FIRST + N of a state's tile lie, as [N / ROWS, ROWS, BV], and which of them there are.
+
+    ROWS is what the threads of a program cover at once, so the first axis lies within each thread, where its offsets
+    are constants of the load instructions instead of registers. A thread's rows are neighbours, so that it finds
+    their q and k side by side.
+    """
+    steps = tl.arange(0, N // ROWS)[:, None, None]
+    rows = tl.arange(0, ROWS)[None, :, None] * (N // ROWS)
+    at = FIRST * STRIDE_K + rows * STRIDE_K + columns[None, None, :] * STRIDE_V + steps * STRIDE_K
+    mask = columns[None, None, :] >= 0
+    if not WHOLE:
+        mask = columns[None, None, :] < V
+    if FIRST + N > K:
+        mask = mask & (FIRST + rows + steps < K)
+    return at, mask
+
+
+@triton.jit
+def _load_rows(ptr, columns, live, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
+               V: tl.constexpr, WHOLE: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+               EVICT: tl.constexpr):  # fmt: skip
+    """Rows of a state's tile, in fp32."""
+    at, mask = _offsets(columns, FIRST, N, ROWS, K, V, WHOLE, STRIDE_K, STRIDE_V)
+    return tl.load(ptr + at, mask=mask & live, other=0.0, eviction_policy=EVICT).to(tl.float32)
+
+
+@triton.jit
+def _store_rows(ptr, columns, live, state, key, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+                K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr, STRIDE_K: tl.constexpr,
+                STRIDE_V: tl.constexpr, STOCHASTIC: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
+    """The same rows, rounded and written."""
+    at, mask = _offsets(columns, FIRST, N, ROWS, K, V, WHOLE, STRIDE_K, STRIDE_V)
+    inside, _ = _offsets(columns, FIRST, N, ROWS, K, V, True, V, 1)
+    value = narrow_state(state, key, inside, STOCHASTIC, ptr.dtype.element_ty)
+    tl.store(ptr + at, value, mask=mask & live, eviction_policy=EVICT)
+
+
+@triton.jit
+def _query_key(q_ptr, k_ptr, q_stride, k_stride, q_ring, k_ring, ring_stride, q_weight, k_weight, weight_stride,
+               weight_tap, q_bias, k_bias, t, position, keep, K: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+               W: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, SILU_Q: tl.constexpr,
+               SILU_K: tl.constexpr):  # fmt: skip
+    """A key head's q and k for token t, N channels of which K count; the raw ones go into the ring if `keep`."""
+    at = tl.arange(0, N)
+    mask = at < K
+    raw_q, q = filter_token(q_ptr + at, q_stride, q_ring + at, ring_stride, q_weight + at * weight_stride, weight_tap,
+                            q_bias + at, mask, t, position, T, W, R, BIAS, SILU_Q)  # fmt: skip
+    raw_k, k = filter_token(k_ptr + at, k_stride, k_ring + at, ring_stride, k_weight + at * weight_stride, weight_tap,
+                            k_bias + at, mask, t, position, T, W, R, BIAS, SILU_K)  # fmt: skip
+    if W > 0:
+        kept = ((position + t) % R) * ring_stride
+        tl.store(q_ring + at + kept, raw_q, mask=mask & keep)
+        tl.store(k_ring + at + kept, raw_k, mask=mask & keep)
+    return q, k
+
+
+@triton.jit
+def _part(x, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, GATHER: tl.constexpr):
+    """Numbers FIRST .. FIRST + N of a vector of WIDTH, shaped to meet a tile; N divides FIRST and WIDTH.
+
+    With several warps they go through shared memory by a gather: the compiler would otherwise find it cheaper to
+    filter every channel again in each thread that needs it. One warp would gather by shuffles, a dear way, and needs
+    no such care.
+    """
+    if GATHER:
+        part = tl.gather(x, FIRST + tl.arange(0, N), 0)
+    elif N == WIDTH:
+        part = x
+    else:
+        pieces = tl.reshape(x, [WIDTH // N, N])
+        part = tl.sum(tl.where(tl.arange(0, WIDTH // N)[:, None] == FIRST // N, pieces, 0.0), 0)
+    return tl.trans(tl.reshape(part, [ROWS, N // ROWS]))[:, :, None]
+
+
+@triton.jit
+def _add2(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
+def _within(state, k, q):
+    """What each thread adds up of `S^T k` and `S^T q` by itself."""
+    return tl.sum(state * k, 0), tl.sum(state * q, 0)
+
+
+@triton.jit
+def _add3(a0, b0, c0, a1, b1, c1):
+    return a0 + a1, b0 + b1, c0 + c1
+
+
+@triton.jit
+def _log_decay(a, rate, bias, lower_bound, RATED: tl.constexpr, BOUNDED: tl.constexpr):
+    """The log decay from its raw projection: as it is, by softplus, or bounded below."""
+    if not RATED:
+        return a
+    if BOUNDED:
+        return lower_bound * sigmoid(rate * (a + bias))
+    return -rate * softplus(a + bias)
+
+
+@triton.jit
+def _channel_decay(a_ptr, dt_bias_ptr, rate, lower_bound, K: tl.constexpr, N: tl.constexpr, RATED: tl.constexpr,
+                   DT_BIAS: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
+    """The factors of the key channels, N of which K count."""
+    at = tl.arange(0, N)
+    mask = at < K
+    a = tl.load(a_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.zeros_like(a)
+    if DT_BIAS:
+        bias = tl.load(dt_bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.exp(_log_decay(a, rate, bias, lower_bound, RATED, BOUNDED))
+
+
+@triton.jit
+def delta_step_kernel(
+    q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, lamb_ptr, gate_ptr, out_ptr, state_ptr, ring_ptr, weight_ptr, bias_ptr,
+    A_log_ptr, dt_bias_ptr, norm_ptr, position_ptr, slots_ptr, commit_ptr, seed_ptr, counter_ptr, scratch_ptr,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, b_sb, b_st, a_sb, a_st, a_sh, lamb_sb, lamb_st,
+    gate_sb, gate_st, gate_sh, state_ss, state_sh, ring_ss, ring_sr, weight_sc, weight_sw,
+    scale, strength, eps, lower_bound,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, ROWS0: tl.constexpr, ROWS1: tl.constexpr,
+    ROWS2: tl.constexpr, KN: tl.constexpr,
+    BV: tl.constexpr, TILES: tl.constexpr, TILES2: tl.constexpr, SPLITS: tl.constexpr, V2: tl.constexpr,
+    BIAS: tl.constexpr, SILU_Q: tl.constexpr, SILU_K: tl.constexpr, SILU_V: tl.constexpr, L2NORM: tl.constexpr,
+    WRITE: tl.constexpr, DECAY: tl.constexpr, RATED: tl.constexpr, DT_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
+    LAMBDA: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr,
+    POSITION: tl.constexpr, SLOTS: tl.constexpr, COMMIT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    GATHER: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """One program: TILES tiles of BV value channels of one value head of one row, all K channels of each.
+
+    DECAY: 0 none, 1 a factor a head, 2 a factor a key channel. The K channels come in parts of K0, K1, K2 (powers of
+    two, the last masked), so that K = 96 is 64 + 32 and not 128. Where several programs share a head and there is a
+    norm, each leaves what it read in the scratch, and the last to arrive does the norm and the gate for all.
+    """
+    pid = tl.program_id(0)
+    split = pid % SPLITS
+    head = (pid // SPLITS) % HV
+    row = pid // (SPLITS * HV)
+    key_head = head // (HV // H)
+    row_wide = row.to(tl.int64)
+    first = split * (TILES * BV)
+    columns = first + tl.arange(0, BV)
+    # Whether all that is left of a head's output can be done where its numbers are.
+    ONE: tl.constexpr = TILES * SPLITS == 1
+    HELD: tl.constexpr = NORM and not ONE and T == 1 and SPLITS == 1
+    LEFT: tl.constexpr = NORM and not ONE and not HELD
+    WHOLE: tl.constexpr = V == BV * TILES * SPLITS
+    out_ptr += (row_wide * T * HV + head) * V
+    gate_ptr += row_wide * gate_sb + head * gate_sh
+
+    # All that says where the row is, at once: what follows waits for memory twice, not four times.
+    slot = row_wide
+    if SLOTS:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+    position = 0
+    old = row >= 0
+    if POSITION:
+        position = tl.load(position_ptr + row).to(tl.int32)
+        # Nothing is read for a row's first token: its state is zero, whatever the slot holds.
+        old = position > 0
+    commit = T
+    if COMMIT:
+        commit = tl.load(commit_ptr + row).to(tl.int32)
+    if SLOTS:
+        # No position is negative; asked here, it is loaded before the slot is waited for.
+        if (slot < 0) | (position < 0):
+            for tile in range(TILES):
+                at = columns + tile * BV
+                for t in range(T):
+                    tl.store(out_ptr + t * (HV * V) + at, tl.zeros([BV], out_ptr.dtype.element_ty), mask=at < V)
+            return
+
+    state_ptr += slot * state_ss + head * state_sh
+    s0 = _load_rows(state_ptr, columns, old, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+    if K1 > 0:
+        s1 = _load_rows(state_ptr, columns, old, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+    if K2 > 0:
+        s2 = _load_rows(state_ptr, columns, old, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+    # The loads above are issued before anything waits for those below; the assembler would move them down.
+    tl.debug_barrier()
+
+    q_ptr += row_wide * q_sb + key_head * q_sh
+    k_ptr += row_wide * k_sb + key_head * k_sh
+    v_ptr += row_wide * v_sb + head * v_sh
+    a_ptr += row_wide * a_sb + head * a_sh
+    ring_ptr += slot * ring_ss
+    q_ring = ring_ptr + key_head * K
+    k_ring = ring_ptr + (H + key_head) * K
+    v_ring = ring_ptr + 2 * H * K + head * V
+    q_weight = weight_ptr + key_head * K * weight_sc
+    k_weight = weight_ptr + (H + key_head) * K * weight_sc
+    v_weight = weight_ptr + (2 * H * K + head * V) * weight_sc
+    q_bias = bias_ptr + key_head * K
+    k_bias = bias_ptr + (H + key_head) * K
+    v_bias = bias_ptr + 2 * H * K + head * V
+    dt_bias_ptr += head * (K if DECAY == 2 else 1)
+    # One program of those that read a key head keeps its raw inputs.
+    keeps = (head % (HV // H) == 0) & (split == 0)
+
+    rate = 0.0
+    if RATED:
+        rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+    key = tl.zeros((), tl.uint32)
+    if STOCHASTIC:
+        block = (slot * HV + head).to(tl.uint32)
+        key = mix_bits(mix_bits(block) ^ tl.load(seed_ptr).to(tl.uint32))
+
+    if T == 1:
+        q, k = _query_key(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc, weight_sw,
+                          q_bias, k_bias, 0, position, keeps & (commit > 0), K, KN, T, W, R, BIAS, SILU_Q,
+                          SILU_K)  # fmt: skip
+        qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add3)
+        q0, k0 = _part(q, 0, K0, ROWS0, KN, GATHER), _part(k, 0, K0, ROWS0, KN, GATHER)
+        if K1 > 0:
+            q1, k1 = _part(q, K0, K1, ROWS1, KN, GATHER), _part(k, K0, K1, ROWS1, KN, GATHER)
+        if K2 > 0:
+            q2, k2 = _part(q, K0 + K1, K2, ROWS2, KN, GATHER), _part(k, K0 + K1, K2, ROWS2, KN, GATHER)
+
+    reads = tl.zeros([TILES2, BV], tl.float32)
+    for tile in range(TILES):
+        at = columns + tile * BV
+        inside = at < V
+        for t in range(T):
+            if T > 1:
+                q, k = _query_key(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc,
+                                  weight_sw, q_bias, k_bias, t, position, keeps & (t < commit) & (tile == 0), K, KN,
+                                  T, W, R, BIAS, SILU_Q, SILU_K)  # fmt: skip
+                qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add3)
+                q0, k0 = _part(q, 0, K0, ROWS0, KN, GATHER), _part(k, 0, K0, ROWS0, KN, GATHER)
+                if K1 > 0:
+                    q1, k1 = _part(q, K0, K1, ROWS1, KN, GATHER), _part(k, K0, K1, ROWS1, KN, GATHER)
+                if K2 > 0:
+                    q2, k2 = _part(q, K0 + K1, K2, ROWS2, KN, GATHER), _part(k, K0 + K1, K2, ROWS2, KN, GATHER)
+
+            raw_v, v = filter_token(v_ptr + at, v_st, v_ring + at, ring_sr, v_weight + at * weight_sc, weight_sw,
+                                    v_bias + at, inside, t, position, T, W, R, BIAS, SILU_V)  # fmt: skip
+            if W > 0:
+                tl.store(v_ring + at + ((position + t) % R) * ring_sr, raw_v, mask=inside & (t < commit))
+
+            beta = strength
+            if WRITE:
+                beta = strength * sigmoid(tl.load(b_ptr + row_wide * b_sb + t * b_st + head).to(tl.float32))
+            decay = 1.0
+            if DECAY == 1:
+                a = tl.load(a_ptr + t * a_st).to(tl.float32)
+                bias = 0.0
+                if DT_BIAS:
+                    bias = tl.load(dt_bias_ptr).to(tl.float32)
+                decay = tl.exp(_log_decay(a, rate, bias, lower_bound, RATED, BOUNDED))
+            if DECAY == 2:
+                factors = _channel_decay(a_ptr + t * a_st, dt_bias_ptr, rate, lower_bound, K, KN, RATED, DT_BIAS,
+                                         BOUNDED)  # fmt: skip
+                s0 *= _part(factors, 0, K0, ROWS0, KN, GATHER)
+                if K1 > 0:
+                    s1 *= _part(factors, K0, K1, ROWS1, KN, GATHER)
+                if K2 > 0:
+                    s2 *= _part(factors, K0 + K1, K2, ROWS2, KN, GATHER)
+
+            # Both reductions are of the state before the write: S_new^T q = S^T q + (k . q) u.
+            found, read = _within(s0, k0, q0)
+            if K1 > 0:
+                found1, read1 = _within(s1, k1, q1)
+                if ROWS1 == ROWS0:
+                    found += found1
+                    read += read1
+            if K2 > 0:
+                found2, read2 = _within(s2, k2, q2)
+                if ROWS2 == ROWS0:
+                    found += found2
+                    read += read2
+            found, read = tl.reduce((found, read), 0, _add2)
+            if K1 > 0 and ROWS1 != ROWS0:
+                found += tl.sum(found1, 0)
+                read += tl.sum(read1, 0)
+            if K2 > 0 and ROWS2 != ROWS0:
+                found += tl.sum(found2, 0)
+                read += tl.sum(read2, 0)
+            q_unit = 1.0
+            k_unit = 1.0
+            if L2NORM:
+                # Lengths come in as factors of the sums, so no product waits for them.
+                q_unit = tl.rsqrt(qq + 1e-6)
+                k_unit = tl.rsqrt(kk + 1e-6)
+            read *= decay * q_unit
+            found *= decay * k_unit
+            if LAMBDA:
+                found += read * tl.load(lamb_ptr + row_wide * lamb_sb + t * lamb_st + head).to(tl.float32)
+            update = beta * (v - found)
+            written = k_unit * update
+            s0 = decay * s0 + k0 * written[None, None, :]
+            if K1 > 0:
+                s1 = decay * s1 + k1 * written[None, None, :]
+            if K2 > 0:
+                s2 = decay * s2 + k2 * written[None, None, :]
+            out = scale * (read + (q_unit * qk) * written)
+
+            written_now = commit == t + 1
+            _store_rows(state_ptr, at, written_now, s0, key, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, STOCHASTIC,
+                        EVICT)  # fmt: skip
+            if K1 > 0:
+                _store_rows(state_ptr, at, written_now, s1, key, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, STOCHASTIC,
+                        EVICT)  # fmt: skip
+            if K2 > 0:
+                _store_rows(state_ptr, at, written_now, s2, key, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, STOCHASTIC,
+                        EVICT)  # fmt: skip
+
+            if HELD:
+                reads = tl.where(tl.arange(0, TILES2)[:, None] == tile, out[None, :], reads)
+            elif LEFT:
+                tl.store(scratch_ptr + ((row_wide * HV + head) * T + t) * V + at, out, mask=inside)
+            else:
+                out = normed_and_gated(out, norm_ptr + at, gate_ptr + t * gate_st + at, inside, V, eps, NORM, GATE,
+                                       SIGMOID)  # fmt: skip
+                tl.store(out_ptr + t * (HV * V) + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+        if TILES > 1:
+            more = old & (tile + 1 < TILES)
+            ahead = at + BV
+            s0 = _load_rows(state_ptr, ahead, more, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+            if K1 > 0:
+                s1 = _load_rows(state_ptr, ahead, more, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+            if K2 > 0:
+                s2 = _load_rows(state_ptr, ahead, more, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+
+    if HELD:
+        at = tl.arange(0, TILES2)[:, None] * BV + columns[None, :]
+        out = normed_and_gated(reads, norm_ptr + at, gate_ptr + at, at < V, V, eps, NORM, GATE, SIGMOID)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=at < V)
+    if LEFT:
+        # All of this program's numbers are written before its arrival counts, and the last one sees everybody's.
+        tl.debug_barrier()
+        last = row >= 0
+        if SPLITS > 1:
+            arrived = tl.atomic_add(counter_ptr + row * HV + head, 1, sem="acq_rel", scope="gpu")
+            last = arrived == SPLITS - 1
+        if last:
+            if SPLITS > 1:
+                tl.store(counter_ptr + row * HV + head, 0)
+            at = tl.arange(0, V2)
+            for t in range(T):
+                out = tl.load(scratch_ptr + ((row_wide * HV + head) * T + t) * V + at, mask=at < V, other=0.0,
+                              cache_modifier=".cg")  # fmt: skip
+                out = normed_and_gated(out, norm_ptr + at, gate_ptr + t * gate_st + at, at < V, V, eps, NORM, GATE,
+                                       SIGMOID)  # fmt: skip
+                tl.store(out_ptr + t * (HV * V) + at, out.to(out_ptr.dtype.element_ty), mask=at < V)
