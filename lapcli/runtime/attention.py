@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lapcli.runtime.layers import Rows
 from lapcli.runtime.pools import AttentionPool
 from lapcli.runtime.prefill import cache_argument
+from lapkernels.attend_step import attend_step
 
 _NAME = "lapcli_rows"
 
@@ -24,6 +25,7 @@ class RowCache:
 
     Args:
         pools: of each attention layer.
+        impl: which `attend_step`.
 
     Attributes:
         rows: of the step under way.
@@ -31,27 +33,57 @@ class RowCache:
 
     is_compileable = False
 
-    def __init__(self, pools: Mapping[int, AttentionPool]):
-        self.pools = pools
+    def __init__(self, pools: Mapping[int, AttentionPool], impl: str = "auto"):
+        self.pools, self.impl = pools, impl
         self.rows: Rows | None = None
+        self._pool: AttentionPool | None = None
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep the new token `[B, heads, 1, width]` of each row, and return all of its tokens, and whatever follows.
+        """Take the new token of each row, `[B, heads, 1, width]` each.
 
         Returns:
-            `[B, heads, L, width]` each, L the longest row's tokens where known, else all that a row has room for;
-            zero where a row has no token, since what lies there may be anything.
+            The same, which `attend` will keep. Of latents, which the module has yet to expand, all that a row has,
+            and whatever follows: `[B, 1, L, width]`, zero where there is no token.
         """
-        rows, pool = self.rows, self.pools[layer_idx]
-        assert rows is not None
+        self._pool = self.pools[layer_idx]
+        if not self._pool.latent:
+            return keys, values
+        rows, pool = self._now()
         pool.keys[rows.places, :, rows.positions] = keys.squeeze(2).to(pool.keys.dtype)
         pool.values[rows.places, :, rows.positions] = values.squeeze(2).to(pool.values.dtype)
         length = pool.length if rows.longest is None else rows.longest
         there = seen(rows, length)[:, None, :, None]
-        # A copy of what the rows hold.
         found = (tensor[rows.places, :, :length] for tensor in (pool.keys, pool.values))
         whole_keys, whole_values = (torch.where(there, tensor, 0.0).to(keys.dtype) for tensor in found)
         return whole_keys, whole_values
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        """Attend from the new token of each row, `[B, heads, 1, width]`, to all of its tokens; `[B, heads, width]`."""
+        rows, pool = self._now()
+        if not pool.latent:
+            return attend_step(
+                query.squeeze(2),
+                key.squeeze(2),
+                value.squeeze(2),
+                pool.keys,
+                pool.values,
+                position=rows.positions,
+                slots=rows.slots,
+                scale=scaling,
+                window=window,
+                longest=rows.longest,
+                impl=self.impl,
+            )
+        there = seen(rows, key.shape[2])
+        grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
+        scores = (grouped @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        weights = scores.masked_fill(~there[:, None, None], -torch.inf).softmax(dim=-1)
+        return (weights.to(value.dtype) @ value).flatten(1, 2)
+
+    def _now(self) -> tuple[Rows, AttentionPool]:
+        assert self.rows is not None
+        assert self._pool is not None
+        return self.rows, self._pool
 
 
 def seen(rows: Rows, length: int) -> Tensor:
@@ -63,7 +95,7 @@ def seen(rows: Rows, length: int) -> Tensor:
     return rows.kept[name]
 
 
-_under_way: list[Rows] = []
+_under_way: list[RowCache] = []
 
 
 def attend(
@@ -82,24 +114,17 @@ def attend(
     Args:
         module: the attention module.
         query: `[B, heads, 1, width]`.
-        key: `[B, key heads, L, width]`, as `RowCache.update` returned it.
-        value: `[B, key heads, L, value width]`.
+        key: as `RowCache.update` returned it.
+        value: likewise.
         attention_mask: not read: a row sees all of its tokens.
         scaling: factor on the scores; `None` for `width ** -0.5`.
         dropout: not read.
-        sliding_window: tokens that are seen at most; `None` for all.
+        sliding_window: tokens that are seen at most, the new one counted; `None` for all.
 
     Returns:
         `[B, 1, heads, value width]` and nothing.
     """
-    rows, (batch, heads, _one, width), length = _under_way[-1], query.shape, key.shape[2]
-    there = seen(rows, length)
-    if sliding_window is not None:
-        there = there & (torch.arange(length, device=key.device) > rows.positions.unsqueeze(1) - sliding_window)
-    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width)
-    scores = (grouped @ key.transpose(-1, -2)).float() * (width**-0.5 if scaling is None else scaling)
-    weights = scores.masked_fill(~there[:, None, None], -torch.inf).softmax(dim=-1)
-    return (weights.to(value.dtype) @ value).reshape(batch, 1, heads, value.shape[-1]), None
+    return _under_way[-1].attend(query, key, value, scaling, sliding_window).unsqueeze(1), None
 
 
 @contextmanager
@@ -111,7 +136,7 @@ def attending(config: Any, cache: RowCache, rows: Rows) -> Generator[None]:
     AttentionInterface.register(_NAME, attend)
     before, cache.rows = config._attn_implementation, rows
     config._attn_implementation = _NAME
-    _under_way.append(rows)
+    _under_way.append(cache)
     try:
         yield
     finally:

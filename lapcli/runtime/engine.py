@@ -13,7 +13,7 @@ from lapcli.runtime.pools import Slots
 from lapcli.runtime.sampling import Mode, mode_of
 from lapcli.runtime.settings import DecodePath, Event, GenerationSettings
 from lapcli.runtime.steps import Steps
-from lapkernels.delta_step import why_not
+from lapkernels.delta_step import select_impl, why_not
 
 KERNELS = ("auto", "reference", "chunked", "triton", "fla")
 """What `--kernel` may say here: `reference` and `triton` choose the state's step, the others the prefill's kernel."""
@@ -87,8 +87,9 @@ class Engine:
         room = Room(max_rows, self.max_length, state_dtype, impl)
         why = why_no_plan(model)
         self.plan: Plan | EagerPlan = make_plan(model, room) if why is None else EagerPlan(model)
-        graphs = graphs and why is None
-        self.path = DecodePath("eager", "", False, why) if why else _fused_path(self.plan, self.device, impl, graphs)
+        # What waits for the host cannot be captured: the library's own pass, and steps in PyTorch.
+        graphs = graphs and why is None and state_kernel(self.device, self.dtype, impl) == "triton"
+        self.path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)
         self.slots = Slots(max_rows)
         self.steps = Steps(self.plan, max_rows, max_rows, self.device, capture=graphs)
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
@@ -364,6 +365,14 @@ class Engine:
         self._check_tokens(tokens)
         self._check_lengths([len(tokens)])
 
+    def _fused_path(self, impl: str, graphs: bool) -> DecodePath:
+        """What is fused, in a few words."""
+        parts = [_counted(len(self.plan.recurrent), "layer with a state", "layers with a state")]
+        if self.plan.attention:
+            parts.append(_counted(len(self.plan.attention), "attention layer", "attention layers"))
+        why = "" if self.device.type == "cuda" else "; without a GPU they run in PyTorch"
+        return DecodePath("fused", state_kernel(self.device, self.dtype, impl), graphs, ", ".join(parts) + why)
+
     def _longest(self, slots: Sequence[int]) -> int:
         return max(self.slots.positions[slot] for slot in slots) + 1
 
@@ -402,24 +411,15 @@ def longest_row(config: Any) -> int:
     return min(DEFAULT_LENGTH, made_for) if isinstance(made_for, int) and made_for > 1 else DEFAULT_LENGTH
 
 
+def _counted(count: int, one: str, many: str) -> str:
+    return f"1 {one}" if count == 1 else f"{count} {many}"
+
+
 def prefill_kernel(kernel: str) -> str:
     """What of `--kernel` is for the prefill of lapcli's own models."""
     return "auto" if kernel == "triton" else kernel
 
 
-def _fused_path(plan: Plan | EagerPlan, device: torch.device, impl: str, graphs: bool) -> DecodePath:
-    """What is fused, in a few words."""
-    parts = [f"{len(plan.recurrent)} layers with a state"]
-    parts += [f"{len(plan.attention)} attention layers with the library's own modules"] if plan.attention else []
-    kernel = state_kernel(device, impl)
-    where = "" if device.type == "cuda" else f"; on a {device.type.upper()} the steps run in PyTorch"
-    return DecodePath("fused", kernel, graphs, " and ".join(parts) + where)
-
-
-def state_kernel(device: torch.device, impl: str) -> str:
+def state_kernel(device: torch.device, dtype: torch.dtype, impl: str) -> str:
     """What runs the step of a state on a device."""
-    from lapkernels._triton import kernels_can_run
-
-    if impl != "auto":
-        return impl
-    return "triton" if device.type == "cuda" and kernels_can_run(device) else "reference"
+    return select_impl(device, dtype).name if impl == "auto" else impl

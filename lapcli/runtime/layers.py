@@ -103,6 +103,11 @@ def fused(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return whole, bias
 
 
+def laid_by_tap(taps: Tensor) -> Tensor:
+    """`[channels, W]` as it is, with neighbouring channels side by side in memory, as kernels read them."""
+    return taps.detach().t().contiguous().t()
+
+
 class DeltaHeads(NamedTuple):
     """How the output of a fused projection `[q, k, v, gate, b, a, padding]` divides."""
 
@@ -118,20 +123,54 @@ class DeltaHeads(NamedTuple):
         return keys, keys, self.value_heads * self.value_width
 
 
+class Decay(NamedTuple):
+    """How the state of a delta rule layer decays.
+
+    Attributes:
+        A_log: `[HV]`.
+        dt_bias: `[HV]`, or `[HV, K]` for a decay of each key channel.
+        lower_bound: of the log decay, where the layer has one.
+        up: `[HV * K, rank]`, to a decay of each key channel from what the fused projection gives; `None` where that is
+            the decay itself.
+    """
+
+    A_log: Tensor
+    dt_bias: Tensor
+    lower_bound: float | None = None
+    up: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Rows of the fused projection."""
+        return self.dt_bias.numel() if self.up is None else self.up.shape[1]
+
+
+class Gate(NamedTuple):
+    """How the output of a delta rule layer is gated.
+
+    Attributes:
+        activation: `silu` or `sigmoid`.
+        up: `[HV * V, rank]`, to the gate from what the fused projection gives; `None` where that is the gate itself.
+    """
+
+    activation: str
+    up: Tensor | None = None
+
+
 class DeltaMixer:
-    """A (gated) delta rule layer: one product for everything that reads the input, one fused step, one product.
+    """A delta rule layer: one product for everything that reads the input, one fused step, one product.
 
     Args:
         pool: where the states lie.
         heads: of the layer.
-        weight: `[q, k, v, gate if any, b if any, a if any, padding]` below each other, `[rows, D]`.
+        weight: `[q, k, v, gate if any, b if any, decay if any, padding]` below each other, `[rows, D]`.
         output: the output projection.
         taps: `[channels, W]` of the convolution over [q, k, v]; `None` for none.
         norm_weight: `[V]`, of the output norm.
         norm_eps: of it.
-        gate_activation: `silu`, `sigmoid`, or `None` where the output is not gated.
+        gate: of the output; `None` for none.
         learned_strength: whether there is a `b`; else the write strength is constant.
-        decay: `A_log` and `dt_bias`, `[HV]` each, or `None` for a state that does not decay.
+        decay: of the state; `None` for none.
         strength: factor on the write strength.
         silu: whether SiLU follows the convolution of q and k.
         impl: which `delta_step`.
@@ -147,45 +186,52 @@ class DeltaMixer:
         taps: Tensor | None,
         norm_weight: Tensor,
         norm_eps: float,
-        gate_activation: str | None,
+        gate: Gate | None,
+        decay: Decay | None,
         learned_strength: bool = True,
-        decay: tuple[Tensor, Tensor] | None,
         strength: float = 1.0,
         silu: bool = True,
         impl: str = "auto",
     ):
         self.pool, self.heads, self.weight, self.output = pool, heads, weight, output
-        self.convolution = None if taps is None else ConvState(taps, None, pool.inputs)
+        self.convolution = None if taps is None else ConvState(laid_by_tap(taps), None, pool.inputs)
         self.norm_weight, self.norm_eps = norm_weight, norm_eps
-        self.gate_activation, self.decay, self.strength, self.silu = gate_activation, decay, strength, silu
+        self.gate, self.decay, self.strength, self.silu = gate, decay, strength, silu
         self.impl = impl
-        counts = (gate_activation is not None, learned_strength, decay is not None)
-        widths = (heads.sizes[2], heads.value_heads, heads.value_heads)
-        sizes = [*heads.sizes, *(width if there else 0 for there, width in zip(counts, widths, strict=True))]
+        gates = 0 if gate is None else heads.sizes[2] if gate.up is None else gate.up.shape[1]
+        betas = heads.value_heads if learned_strength else 0
+        sizes = [*heads.sizes, gates, betas, 0 if decay is None else decay.width]
         self.sizes = [*sizes, len(weight) - sum(sizes)]
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Take one token of each row in, write its state, read it."""
-        heads = self.heads
+        heads, decay = self.heads, self.decay
         projected = F.linear(hidden, self.weight).unsqueeze(1)
         q, k, v, gate, b, a, _ = projected.split(self.sizes, dim=-1)
-        values = (heads.value_heads, heads.value_width)
+        keys, values = (heads.key_heads, heads.key_width), (heads.value_heads, heads.value_width)
+        if decay is not None and decay.up is not None:
+            a = F.linear(a, decay.up)
+        if decay is not None and decay.dt_bias.ndim == 2:
+            a = a.unflatten(-1, (heads.value_heads, heads.key_width))
+        if self.gate is not None and self.gate.up is not None:
+            gate = F.linear(gate, self.gate.up)
         mixed = delta_step(
-            q.unflatten(-1, (heads.key_heads, heads.key_width)),
-            k.unflatten(-1, (heads.key_heads, heads.key_width)),
+            q.unflatten(-1, keys),
+            k.unflatten(-1, keys),
             v.unflatten(-1, values),
             self.pool.state,
             b=b if b.shape[-1] else None,
-            a=a if self.decay else None,
-            A_log=self.decay[0] if self.decay else None,
-            dt_bias=self.decay[1] if self.decay else None,
+            a=None if decay is None else a,
+            A_log=None if decay is None else decay.A_log,
+            dt_bias=None if decay is None else decay.dt_bias,
+            decay_lower_bound=None if decay is None else decay.lower_bound,
             conv=self.convolution,
             position=rows.positions,
             slots=rows.slots,
-            gate=gate.unflatten(-1, values) if self.gate_activation else None,
+            gate=None if self.gate is None else gate.unflatten(-1, values),
             norm_weight=self.norm_weight,
             norm_eps=self.norm_eps,
-            gate_activation=self.gate_activation or "silu",
+            gate_activation="silu" if self.gate is None else self.gate.activation,
             strength=self.strength,
             silu_q=self.silu,
             silu_k=self.silu,

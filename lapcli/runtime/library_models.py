@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lapcli.runtime.attention import Attention, Rotary, RowCache
-from lapcli.runtime.layers import DeltaHeads, DeltaMixer, GatedMlp, LibraryModule, Norm, Part, fused
+from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Gate, GatedMlp, LibraryModule, Norm, Part, fused
 from lapcli.runtime.pools import AttentionPool, RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import LibraryPrefiller
 
@@ -35,7 +35,7 @@ class Builder:
         self.device, self.dtype = model.device, model.dtype
         self.recurrent: dict[int, RecurrentPool] = {}
         self.attention: dict[int, AttentionPool] = {}
-        self.cache = RowCache(self.attention)
+        self.cache = RowCache(self.attention, room.impl)
         self._rotary: Rotary | None = None
 
     def recurrent_pool(self, layer: int, shape: RecurrentShape) -> RecurrentPool:
@@ -65,6 +65,20 @@ class Builder:
             device=self.device,
         )
         return Attention(module, self.cache, self.rotary() if rotary else None, **arguments)
+
+    def latent_attention_part(self, module: Any, layer: int) -> Attention:
+        """A multi-head latent attention module, whose pool holds one latent and one shared key a token."""
+        self.attention[layer] = AttentionPool(
+            self.room.rows,
+            1,
+            self.room.length,
+            module.kv_lora_rank,
+            module.qk_rope_head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            latent=True,
+        )
+        return Attention(module, self.cache, self.rotary())
 
     def rotary(self) -> Rotary | None:
         """The model's rotary embedding, if it has one."""
@@ -144,9 +158,53 @@ def gated_delta_mixer(build: Builder, module: Any) -> DeltaMixer:
         taps=module.conv1d.weight.detach().squeeze(1),
         norm_weight=out_norm.weight.detach(),
         norm_eps=norm(out_norm).eps,
-        gate_activation=getattr(out_norm, "activation", "silu"),
-        decay=(module.A_log.detach(), module.dt_bias.detach()),
+        gate=Gate(out_norm.activation),
+        decay=Decay(module.A_log.detach(), module.dt_bias.detach()),
         strength=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
+        impl=build.room.impl,
+    )
+
+
+def kimi_mixer(build: Builder, module: Any) -> DeltaMixer:
+    """A KDA mixer, whose decay is of each key channel.
+
+    Kimi Linear has the decay's and the gate's projections in two factors; Bailing's are whole, and its decay may have a
+    lower bound. Slices of lapcli's have keys narrower than values.
+    """
+    forget, out_norm = module.forget_gate, module.o_norm
+    count = module.num_heads
+    heads = DeltaHeads(count, count, module.q_proj.out_features // count, module.v_proj.out_features // count)
+    factored_decay, factored_gate = hasattr(forget, "f_a_proj"), hasattr(module, "g_a_proj")
+    weight, _ = fused(
+        [
+            module.q_proj,
+            module.k_proj,
+            module.v_proj,
+            module.g_a_proj if factored_gate else module.g_proj,
+            module.b_proj,
+            forget.f_a_proj if factored_decay else forget.f_proj,
+        ]
+    )
+    decay = Decay(
+        forget.A_log.detach().flatten(),
+        forget.dt_bias.detach().unflatten(0, (count, heads.key_width)),
+        forget.lower_bound if getattr(forget, "safe_gate", False) else None,
+        forget.f_b_proj.weight.detach() if factored_decay else None,
+    )
+    pool = build.recurrent_pool(
+        module.layer_idx,
+        RecurrentShape((count, heads.key_width, heads.value_width), sum(heads.sizes), module.conv_kernel_size - 1),
+    )
+    return DeltaMixer(
+        pool,
+        heads,
+        weight,
+        module.o_proj,
+        taps=module.conv1d.weight.detach().squeeze(1),
+        norm_weight=out_norm.weight.detach(),
+        norm_eps=norm(out_norm).eps,
+        gate=Gate(out_norm.activation, module.g_b_proj.weight.detach() if factored_gate else None),
+        decay=decay,
         impl=build.room.impl,
     )
 
@@ -181,21 +239,24 @@ def lay_flat(module: Any, heads: DeltaHeads) -> Tensor:
 
 
 def qwen_plan(model: Any, room: "Room") -> "Plan":
-    """Qwen3-Next, Qwen3.5, with or without experts."""
+    """Qwen3-Next, Qwen3.5 and Lara, with or without experts."""
     from lapcli.runtime.plans import Sublayer
 
     build = Builder(model, room)
+    # Lara has norms of its own, and rotates in layers with a window alone.
+    lara = build.config.model_type == "lara_mini"
     sublayers: list[Sublayer] = []
     for index, block in enumerate(build.base.layers):
         if hasattr(block, "linear_attn"):
             mixer: Part = gated_delta_mixer(build, block.linear_attn)
         else:
-            mixer = build.attention_part(block.self_attn, index)
+            rotary = not lara or block.block_type == "sliding_attention"
+            mixer = build.attention_part(block.self_attn, index, rotary=rotary)
         sublayers += [
-            Sublayer(mixer, norm(block.input_layernorm, centred=True)),
-            Sublayer(mlp(block.mlp, build.config), norm(block.post_attention_layernorm, centred=True)),
+            Sublayer(mixer, norm(block.input_layernorm, centred=not lara)),
+            Sublayer(mlp(block.mlp, build.config), norm(block.post_attention_layernorm, centred=not lara)),
         ]
-    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm, centred=True), model.lm_head)
+    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm, centred=not lara), model.lm_head)
 
 
 def olmo_plan(model: Any, room: "Room") -> "Plan":
@@ -220,11 +281,33 @@ def olmo_plan(model: Any, room: "Room") -> "Plan":
     return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm), model.lm_head)
 
 
+def kimi_plan(model: Any, room: "Room") -> "Plan":
+    """Kimi Linear and Bailing: KDA and latent attention under one name."""
+    from lapcli.runtime.plans import Sublayer
+
+    build = Builder(model, room)
+    sublayers: list[Sublayer] = []
+    for index, block in enumerate(build.base.layers):
+        module = block.self_attn
+        latent = hasattr(module, "kv_lora_rank")
+        mixer: Part = build.latent_attention_part(module, index) if latent else kimi_mixer(build, module)
+        sublayers += [
+            Sublayer(mixer, norm(block.input_layernorm)),
+            Sublayer(mlp(block.mlp, build.config), norm(block.post_attention_layernorm)),
+        ]
+    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm), model.lm_head)
+
+
 PLANS: dict[str, Callable[[Any, "Room"], "Plan"]] = {
     "qwen3_next": qwen_plan,
     "qwen3_5_text": qwen_plan,
     "qwen3_5_moe_text": qwen_plan,
+    "lara_mini": qwen_plan,
     "olmo_hybrid": olmo_plan,
+    "kimi_linear": kimi_plan,
+    "bailing_hybrid": kimi_plan,
+    "lapcli_kimi_linear": kimi_plan,
+    "lapcli_bailing_hybrid": kimi_plan,
 }
 """By the `model_type` of the language model's part."""
 

@@ -9,7 +9,7 @@ from lapcli.models.delta_net import DeltaNetMixer
 from lapcli.models.gated_deltanet import GatedDeltaNetMixer
 from lapcli.models.mixer import DeltaRuleMixer
 from lapcli.models.norms import GatedRMSNorm
-from lapcli.runtime.layers import DeltaHeads, DeltaMixer, GatedMlp, Norm, fused
+from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Gate, GatedMlp, Norm, fused
 from lapcli.runtime.pools import RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import OwnPrefiller
 
@@ -88,9 +88,9 @@ def _mixer(mixer: DeltaRuleMixer, room: "Room") -> DeltaMixer:
         taps=torch.cat([each.filters().detach() for each in convolutions]) if convolutions else None,
         norm_weight=mixer.o_norm.weight.detach(),
         norm_eps=mixer.o_norm.eps,
-        gate_activation="silu" if activation == "swish" else activation,
+        gate=None if activation is None else Gate("silu" if activation == "swish" else activation),
         learned_strength=learned,
-        decay=(mixer.A_log.detach(), mixer.dt_bias.detach()) if isinstance(mixer, GatedDeltaNetMixer) else None,
+        decay=Decay(mixer.A_log.detach(), mixer.dt_bias.detach()) if isinstance(mixer, GatedDeltaNetMixer) else None,
         strength=_strength(mixer),
         silu=mixer.silu_on_keys,
         impl=room.impl,

@@ -92,6 +92,7 @@ class AttentionPool:
         value_width: of a value head.
         dtype: the model's own.
         device: where.
+        latent: whether keys and values are compressed, and expanded by the layer each time.
 
     Attributes:
         keys: `[slots + 1, heads, length, key_width]`.
@@ -108,8 +109,9 @@ class AttentionPool:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        latent: bool = False,
     ):
-        self.length = length
+        self.length, self.latent = length, latent
         self.keys = torch.zeros(slots + 1, heads, length, key_width, dtype=dtype, device=device)
         self.values = torch.zeros(slots + 1, heads, length, value_width, dtype=dtype, device=device)
 
@@ -117,11 +119,14 @@ class AttentionPool:
         """All that is kept."""
         return self.keys, self.values
 
-    def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Set the first tokens of a slot: `[heads, tokens, width]` each."""
-        tokens = keys.shape[1]
-        self.keys[slot, :, :tokens] = keys.to(self.keys.dtype)
-        self.values[slot, :, :tokens] = values.to(self.values.dtype)
+    def write(self, slot: int, position: int, keys: Tensor, values: Tensor) -> None:
+        """Set the last tokens before `position` of a slot: `[heads, tokens, width]` each.
+
+        A layer with a sliding window remembers no others.
+        """
+        place = slice(position - keys.shape[1], position)
+        self.keys[slot, :, place] = keys.to(self.keys.dtype)
+        self.values[slot, :, place] = values.to(self.values.dtype)
 
     def read(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a slot's first `position` tokens, as `write` takes them."""

@@ -102,7 +102,7 @@ class LibraryPrefiller:
             pool.write(slot, position, held.recurrent_states[0][row], past)
         for layer, pool in self.attention.items():
             held = cache.layers[layer]
-            pool.write(slot, held.keys[row], held.values[row])
+            pool.write(slot, position, held.keys[row], held.values[row])
 
     def restore(self, slot: int, position: int) -> Any:
         """A cache of one row with what lies in a slot."""

@@ -1,0 +1,5 @@
+"""One decode step of softmax attention over a pool of keys and values: write the new token, read the row's own."""
+
+from lapkernels.attend_step.api import IMPLEMENTATIONS, attend_step, select_impl, why_not
+
+__all__ = ["IMPLEMENTATIONS", "attend_step", "select_impl", "why_not"]

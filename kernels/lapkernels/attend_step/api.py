@@ -1,0 +1,103 @@
+"""The step's public function, and the choice of what computes it."""
+
+import torch
+from torch import Tensor
+
+from lapkernels._triton import kernels_can_run
+from lapkernels.attend_step.reference import attend_step_reference
+from lapkernels.attend_step.validation import check_arguments
+from lapkernels.delta_rule.api import Choice
+from lapkernels.errors import InvalidInput, KernelUnavailable
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+
+def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
+    """Say why an implementation asked for by name cannot run such a call; else `None`.
+
+    Args:
+        impl: its name.
+        device: where the tensors lie.
+        dtype: of the query.
+
+    Raises:
+        InvalidInput: `impl` is no implementation of the step.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise InvalidInput(f"impl is '{impl}'; the attention step has {', '.join(IMPLEMENTATIONS)}")
+    if impl != "triton":
+        return None
+    if dtype == torch.float64:
+        return "its kernel computes in fp32; fp64 inputs need impl='reference'"
+    if not kernels_can_run(torch.device(device)):
+        return (
+            "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
+            "is imported to test the kernel there"
+        )
+    return None
+
+
+def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
+    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
+    if torch.device(device).type == "cpu":
+        return Choice("reference", "on a CPU PyTorch is the faster way")
+    why = why_not("triton", device, dtype)
+    if why is None:
+        return Choice("triton", "reads each row's own tokens once")
+    return Choice("reference", f"over all that a slot has room for, in PyTorch: {why}")
+
+
+def attend_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    position: Tensor,
+    slots: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    longest: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Take one token of each row in: keep its key and value, and attend from it to all of the row's tokens.
+
+    A row has the tokens `0 .. position`, of which the last is this one. What lies in a slot behind them is never read
+    into the result, be it NaN. Scores and sums are fp32 (fp64 for fp64 inputs).
+
+    Args:
+        query: `[B, HQ, K]`; HQ is a multiple of H, and query head j reads key head `j // (HQ // H)`.
+        key: `[B, H, K]`, of the new token.
+        value: `[B, H, V]`, of the new token.
+        keys: `[slots, H, L, K]`; the new key is written in place.
+        values: `[slots, H, L, V]`; the new value is written in place.
+        position: `[B]`, int32 or int64, tokens that each row has had so far, under L.
+        slots: `[B]`, int32 or int64, where each row lives, no two alike. Negative: a padding row, of which nothing is
+            read or written and whose output is zero.
+        scale: factor on the scores; `None` for `K ** -0.5`.
+        window: tokens that a row sees at most, the new one counted; `None` for all.
+        longest: tokens of the longest row, the new one counted, where the host knows it; the reference then looks no
+            further.
+        impl: `auto` (see `select_impl`), `reference` or `triton`.
+
+    Returns:
+        `[B, HQ, V]` in the query's dtype, contiguous.
+
+    Raises:
+        InvalidInput: a shape, dtype, stride, device or setting that breaks the contract.
+        KernelUnavailable: an `impl` asked for by name that cannot run here.
+
+    Source: softmax over splits of the tokens, then over the splits: Flash-Decoding (arXiv 2311.01282).
+    """
+    check_arguments(query, key, value, keys, values, position, slots, window)
+    if impl == "auto":
+        impl = select_impl(query.device, query.dtype).name
+    elif (why := why_not(impl, query.device, query.dtype)) is not None:
+        raise KernelUnavailable(f"impl='{impl}' for the attention step: {why}")
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
+    if impl == "triton":
+        from lapkernels.attend_step.triton_attend import attend_step_triton
+
+        return attend_step_triton(query, key, value, keys, values, position, slots, factor, window)
+    return attend_step_reference(query, key, value, keys, values, position, slots, factor, window, longest)

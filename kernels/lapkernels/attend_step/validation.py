@@ -1,0 +1,47 @@
+"""The contract of an attention step's arguments, checked in the same way for every implementation."""
+
+import torch
+from torch import Tensor
+
+from lapkernels.decoding.rows import check_last_axis, check_tensor
+from lapkernels.errors import InvalidInput
+
+
+def check_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    slots: Tensor,
+    window: int | None,
+) -> None:
+    """Check the arguments of `attend_step`. Reads shapes only, never values.
+
+    Raises:
+        InvalidInput: naming the argument, what it is and what it should be.
+    """
+    if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4:
+        raise InvalidInput(
+            f"query has shape {list(query.shape)}, keys {list(keys.shape)}, values {list(values.shape)}; they should "
+            "be [B, HQ, K], [slots, H, L, K] and [slots, H, L, V]"
+        )
+    (batch, query_heads, width), (count, heads, length, _), device = query.shape, keys.shape, query.device
+    if query_heads % heads:
+        raise InvalidInput(f"{query_heads} query heads; a multiple of the {heads} key heads is wanted")
+    check_tensor("query", query, (batch, query_heads, width), device)
+    check_tensor("keys", keys, (count, heads, length, width), device)
+    check_tensor("values", values, (count, heads, length, values.shape[-1]), device)
+    check_tensor("key", key, (batch, heads, width), device)
+    check_tensor("value", value, (batch, heads, values.shape[-1]), device)
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("keys", keys), ("values", values)):
+        check_last_axis(name, tensor)
+    for name, index in (("position", position), ("slots", slots)):
+        if tuple(index.shape) != (batch,) or index.dtype not in (torch.int32, torch.int64) or index.device != device:
+            raise InvalidInput(
+                f"{name} has shape {list(index.shape)}, dtype {index.dtype}, on {index.device}; it should be "
+                f"[{batch}], int32 or int64, on {device}"
+            )
+    if window is not None and window < 1:
+        raise InvalidInput(f"window = {window}; a row sees 1 token at least, its own")
