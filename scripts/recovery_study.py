@@ -174,20 +174,19 @@ def write(path: Path) -> str:
     """The tables as Markdown: before and after every recovery, means and standard deviations over seeds."""
     found: dict[str, Any] = json.loads(path.read_text())
     lines = ["| removed | selector | | " + " | ".join(COLUMNS) + " |", "| --- " * (len(COLUMNS) + 3) + "|"]
-    every = list(found.values())
-    lines.append(_row("nothing", "(base)", "as it is", [_values(every[0], "base")]))
+    every = [found[name] for name in sorted(found)]
+    base = next(each for each in every if _has(each, "base"))
+    lines.append(_row("nothing", "(base)", "as it is", [_values(base, "base")]))
     controls = [_values(found[name], "control") for name in sorted(found) if name.startswith("control-")]
     if controls:
         lines.append(_row("nothing", "(control)", "trained alike", controls))
     for ratio in RATIOS:
         for method in METHODS:
             cell = [found[name] for name in sorted(found) if name.startswith(f"{method}-{ratio}-")]
+            # Slices of one selection are one model, measured once.
             for label, said in (("sliced", "before"), ("recovered", "after")):
-                if cell:
-                    # Slices of one selection are one model, measured again with every seed.
-                    rows = [_values(each, label) for each in cell]
-                    once = label == "sliced" and method != "rand"
-                    lines.append(_row(ratio, method, said, rows[:1] if once else rows))
+                if rows := [_values(each, label) for each in cell if label != "sliced" or _has(each, label)]:
+                    lines.append(_row(ratio, method, said, rows))
     example = every[0]
     budget = {each["recovery"]["record"]["tokens"] for each in every}
     lines += [
@@ -197,9 +196,13 @@ def write(path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _has(cell: dict[str, Any], label: str) -> bool:
+    return label in cell["rows"][0]["values"]
+
+
 def _values(cell: dict[str, Any], label: str) -> list[tuple[float, float | None]]:
-    """Value and standard error of each column."""
-    if label not in cell["rows"][0]["values"]:
+    """Value and standard error of each column; of the trained model where it was measured alone."""
+    if not _has(cell, label) and label in ("recovered", "control"):
         label = "model"
     by_key = {
         (row["task"].split(":")[0], row["metric"], row["length"]): row["values"].get(label) for row in cell["rows"]
