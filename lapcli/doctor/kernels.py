@@ -115,7 +115,7 @@ def trials(device: torch.device, *, thorough: bool = False) -> list[Trial]:
         device: where the kernels run.
         thorough: at more widths.
     """
-    found = [*_delta_rule(device, thorough), *_delta_step(device)]
+    found = [*_delta_rule(device, thorough), *_delta_step(device), *_attend_step(device)]
     return sorted(found, key=lambda trial: trial.cost)
 
 
@@ -333,3 +333,29 @@ def _against_the_sequence(case: Any, impl: str, state_dtype: torch.dtype, device
         one = [{name: values[name]} for values in (actual, truth, yardstick)]
         found += precisions(one[0], one[1], one[2], rounding)
     return found
+
+
+def _attend_step(device: torch.device) -> Iterator[Trial]:
+    from lapkernels.attend_step import IMPLEMENTATIONS, attend_step, why_not
+    from lapkernels.testing_attend import case, oracle
+
+    for impl in IMPLEMENTATIONS:
+        if impl == "auto":
+            continue
+        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+        for variant in ("grouped heads, a padding row", "a window"):
+
+            def run(impl: str = impl, variant: str = variant, dtype: torch.dtype = dtype) -> list[Precision]:
+                def output(impl: str, place: str) -> dict[str, Tensor]:
+                    new, pools, where = case(variant, dtype, place)
+                    tensors: Any = (*new, *pools)
+                    return {"output": attend_step(*tensors, **where, impl=impl)}
+
+                new, pools, where = case(variant, dtype)
+                # The definition is as good as sums over the key axis are.
+                terms = new[0].shape[-1] if impl == "reference" else 1
+                truth = {"output": oracle(new, pools, where)}
+                yardstick = truth if impl == "reference" else output("reference", "cpu")
+                return precisions(output(impl, str(device)), truth, yardstick, dtype, terms)
+
+            yield Trial("attend_step", impl, variant, "decode", dtype, why_not(impl, device, dtype), run)

@@ -1,12 +1,13 @@
 """Checks of kernels: what is right passes, what is wrong is found, kept, and no longer taken (fla 640, 983, 984)."""
 
+import importlib
 import json
 
 import pytest
 import torch
 
 from lapcli.doctor import diagnosis
-from lapcli.doctor.kernels import check_kernels, trials, verdicts_of
+from lapcli.doctor.kernels import _attend_step, _checked, _delta_step, check_kernels, trials, verdicts_of
 from lapkernels import KernelUnavailable, verdicts
 from lapkernels.delta_rule import api, delta_rule, select_impl
 from lapkernels.testing import delta_rule_inputs
@@ -18,7 +19,8 @@ CPU = torch.device("cpu")
 def own_file(tmp_path, monkeypatch):
     monkeypatch.setenv(verdicts.FILE_VARIABLE, str(tmp_path / "verdicts.json"))
     # Decode steps have tests of their own; here they would only take time.
-    monkeypatch.setattr("lapcli.doctor.kernels._delta_step", lambda _device: ())
+    for operator in ("_delta_step", "_attend_step"):
+        monkeypatch.setattr(f"lapcli.doctor.kernels.{operator}", lambda _device: ())
 
 
 @pytest.fixture
@@ -153,3 +155,19 @@ def test_a_verdict_that_cannot_be_kept_is_told(slip, tmp_path, monkeypatch):
     slip(backward=True)
     found = diagnosis.diagnose(CPU)
     assert any("could not be kept" in finding.what for finding in found.findings)
+
+
+@pytest.mark.parametrize(
+    ("operator", "made"),
+    [("delta_step", _delta_step), ("attend_step", _attend_step)],
+    ids=lambda value: str(value)[:11],
+)
+def test_decode_steps_are_checked_too(operator, made, monkeypatch):
+    def statuses():
+        return {_checked(trial, CPU).status for trial in made(CPU) if trial.impl == "reference"}
+
+    assert statuses() == {"right"}
+    module = importlib.import_module(f"lapkernels.{operator}")
+    right = getattr(module, operator)
+    monkeypatch.setattr(module, operator, lambda *a, **k: right(*a, **k) * 1.001)
+    assert statuses() == {"wrong"}

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lapkernels import verdicts
 from lapkernels._triton import kernels_can_run
 from lapkernels.attend_step.reference import attend_step_reference
 from lapkernels.attend_step.validation import check_arguments
@@ -34,7 +35,7 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | 
             "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
             "is imported to test the kernel there"
         )
-    return None
+    return verdicts.why_wrong("attend_step", impl, torch.device(device))
 
 
 def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lapkernels import verdicts
 from lapkernels._triton import kernels_can_run
 from lapkernels.decoding.rows import ConvState
 from lapkernels.decoding.workspace import Workspace
@@ -54,7 +55,7 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | 
             "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
             "is imported to test the kernel there"
         )
-    return None
+    return verdicts.why_wrong("delta_step", impl, torch.device(device))
 
 
 def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
