@@ -54,6 +54,14 @@ def named_models(model: str, baseline: str | None) -> "list[tuple[str, ModelSour
     return [(label, resolve_model(name)) for label, name in named.items() if name is not None]
 
 
+def loading(folder: Path) -> str:
+    """A line for the end of what a command says of a model directory that transformers does not load by itself."""
+    from lapcli.families.source import resolve_model
+
+    remark = resolve_model(str(folder)).loading
+    return "" if remark is None else f"\n{remark}"
+
+
 def fitting_length(source: "ModelSource", wanted: int) -> int:
     """So many tokens of a sequence, or what the model was made for where that is less."""
     from lapcli.families.packed import text_part

@@ -101,7 +101,8 @@ def run(
         display.table(f"{source.name}, {method}", ["", "base", "sliced"], rows)
     done = "pruned" if any(result.worked.values()) else "nothing to do, all of it is there already"
     display.closing(
-        f"{done}: {directory.sliced}, {result.width}\nnext: lapcli eval builtin niah{options.run_flag(run_path)}",
+        f"{done}: {directory.sliced}, {result.width}{context.loading(directory.sliced)}\n"
+        f"next: lapcli eval builtin niah{options.run_flag(run_path)}",
         quiet=quiet,
     )
 

@@ -186,7 +186,11 @@ def run(
     made = "trained alike" if settings.control else "recovered"
     done = made if result.worked else "nothing to do, it is there already"
     tasks = "builtin niah"
-    display.closing(f"{done}: {result.output}\nnext: lapcli eval {tasks}{options.run_flag(run_path)}", quiet=quiet)
+    display.closing(
+        f"{done}: {result.output}{context.loading(result.output)}\n"
+        f"next: lapcli eval {tasks}{options.run_flag(run_path)}",
+        quiet=quiet,
+    )
 
 
 def _request(

@@ -148,4 +148,4 @@ def run(
     if evaluation is not None:
         display.evaluation(evaluation, quiet=quiet)
     made = recovery.output if recovery else directory.sliced
-    display.closing(f"done: {made}", quiet=quiet)
+    display.closing(f"done: {made}{context.loading(made)}", quiet=quiet)

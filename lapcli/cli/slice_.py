@@ -52,7 +52,7 @@ def run(
     done = "sliced" if worked else "nothing to do, it is there already"
     display.closing(
         f"{done}: {target} (state {display.size(plan.state_bytes_before)} -> {display.size(plan.state_bytes_after)} a "
-        f"sequence)\nnext: lapcli eval builtin niah{options.run_flag(run_path)}",
+        f"sequence){context.loading(target)}\nnext: lapcli eval builtin niah{options.run_flag(run_path)}",
         quiet=quiet,
     )
 

@@ -19,6 +19,11 @@ DEMO_PREFIX = "demo:"
 DEFAULT_MODEL = "demo:gdn"
 INDEX_FILE = "model.safetensors.index.json"
 """Says in which file of a sharded checkpoint each tensor lies."""
+LOADED_BY_CODE = (
+    "Load model and tokenizer with `trust_remote_code=True`: the Python files here are lapcli's, since the library's "
+    "own config cannot say these widths."
+)
+"""What is said of a model that lapcli's code lies beside (`lapcli.families.base.ModelCode`)."""
 _SINGLE = "model.safetensors"
 _TOKENIZER = (
     "tokenizer*.json",
@@ -167,6 +172,12 @@ class ModelSource:
     def is_demo(self) -> bool:
         """Whether it is a model that ships with lapcli."""
         return self.name.startswith(DEMO_PREFIX)
+
+    @property
+    def loading(self) -> str | None:
+        """What has to be said where transformers loads it, in a sentence; `None` where it loads as any model does."""
+        family = find_family(self.config)
+        return None if family is None or family.model_code(self.config) is None else LOADED_BY_CODE
 
     def describe(self) -> dict[str, Any]:
         """Name, revision and digest, as artifacts record their base model."""

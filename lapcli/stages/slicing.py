@@ -6,7 +6,6 @@ through exactly, and every other tensor's bytes are those of the base. Only wher
 are the rows of a key head computed anew (`lapcli.stages.rotating`).
 """
 
-import filecmp
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,14 @@ from lapcli.errors import ArtifactError, FamilyError, LapcliError, ModelError
 from lapcli.families.base import ModelCode, StatefulLayer
 from lapcli.families.packed import text_part, with_text_part
 from lapcli.families.registry import family_for
-from lapcli.families.source import ModelSource, companions, refuse_quantised, resolve_model
+from lapcli.families.source import (
+    LOADED_BY_CODE,
+    ModelSource,
+    copy_companions,
+    lost_companions,
+    refuse_quantised,
+    resolve_model,
+)
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.cutting import Cutting, Mtp, cutting
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_other_model, refuse_stale, sliced_lineage, slicing_lineage
@@ -252,10 +258,6 @@ def _write_index(source: ModelSource, work: _Work, folder: Path) -> None:
 def _card(source: ModelSource, work: _Work, settings: Mapping[str, Any]) -> str:
     plan, code, turned = work.plan, work.code is not None, bool(work.turns)
     layer = plan.layers[0]
-    needs = (
-        "Load model and tokenizer with `trust_remote_code=True`: the Python files here are lapcli's, since the "
-        "library's own config cannot say these widths.\n\n"
-    )
     return (
         f"# {source.name}, state cut from {layer.key_width} to {plan.kept_width} key channels a head\n\n"
         f"Made by lapcli from `{source.name}`"
@@ -267,7 +269,7 @@ def _card(source: ModelSource, work: _Work, settings: Mapping[str, Any]) -> str:
         f"| key width | {layer.key_width} | {plan.kept_width} |\n"
         f"| state of one sequence, fp32 bytes | {plan.state_bytes_before} | {plan.state_bytes_after} |\n"
         f"| weights, bytes | {plan.bytes_before} | {plan.bytes_after} |\n\n"
-        + (needs if code else "")
+        + (f"{LOADED_BY_CODE}\n\n" if code else "")
         + f"`{LINEAGE_FILE}` holds the settings and digests of what it was made from. The base's licence holds.\n"
     )
 
@@ -339,9 +341,7 @@ def slice_model(
             _write_shard(header, work, folder / header.path.name, task.advance)
         _write_index(source, work, folder)
         (folder / "config.json").write_text(json.dumps(work.config, indent=2, ensure_ascii=False) + "\n")
-        for name in companions(source):
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source.path / name, folder / name)
+        copy_companions(source, folder)
         # After those: a slice that is sliced again gets today's code.
         for name, packaged in ({} if work.code is None else work.code.files()).items():
             shutil.copyfile(packaged, folder / name)
@@ -370,13 +370,13 @@ def slice_into(
         if place in input_path.parents:
             raise ArtifactError(f"{output} holds {input_path}, which is needed here", "pass --output DIR")
     if output.exists():
-        existing = sliced_lineage(output) if output.is_dir() else None
-        if existing is None:
-            # Not even --overwrite may remove what is not ours.
-            raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
+        existing = _lineage_there(source, selection, output)
         try:
-            refuse_stale(slicing_lineage(source, selection, artifact_digest(selection)), existing, output)
-            wrong = _what_is_wrong(source, selection, output, existing)
+            if existing is not None:
+                refuse_stale(slicing_lineage(source, selection, artifact_digest(selection)), existing, output)
+            wrong = _what_is_wrong(source, selection, output, existing) or (
+                f"has no whole {LINEAGE_FILE}" if existing is None else None
+            )
             if wrong is None:
                 return plan_slicing(source, selection), False
             reporter.warn(f"{output} {wrong}; it is made again")
@@ -387,26 +387,44 @@ def slice_into(
     return slice_model(source, selection, output, overwrite=overwrite, reporter=reporter), True
 
 
-def _what_is_wrong(source: ModelSource, selection: Artifact, output: Path, lineage: Lineage) -> str | None:
+def _lineage_there(source: ModelSource, selection: Artifact, output: Path) -> Lineage | None:
+    """The lineage of what lies there; `None` where all but the lineage is as slicing would write it, the card too.
+
+    Raises:
+        ArtifactError: something else lies there; not even --overwrite may remove what is not ours.
+    """
+    foreign = ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
+    if not output.is_dir():
+        raise foreign
+    try:
+        found = sliced_lineage(output)
+    except ArtifactError as error:
+        found, foreign = None, error
+    if found is None:
+        card = _card(source, _work(source, *_checked(source, selection)), selection.lineage.settings)
+        if _what_is_wrong(source, selection, output, None) or (output / "README.md").read_text() != card:
+            raise foreign
+    return found
+
+
+def _what_is_wrong(source: ModelSource, selection: Artifact, output: Path, lineage: Lineage | None) -> str | None:
     """What keeps a slice from being what slicing would write now, or `None`: its tensors, config, code, companions."""
     work = _work(source, *_checked(source, selection))
     wanted = set(work.cutting.written(entry for _header, entry in source.tensors.values()))
     try:
         made = resolve_model(str(output))
         found = {(entry.name, entry.dtype, entry.shape, entry.nbytes) for _header, entry in made.tensors.values()}
-        if found != wanted or made.config != work.config or made.digest != lineage.record.get(_DIGEST):
+        as_written = lineage is None or made.digest == lineage.record.get(_DIGEST)
+        if found != wanted or made.config != work.config or not as_written:
             return "is damaged"
     except LapcliError:
         return "is damaged"
     if work.code is not None and work.code.missing(output):
         return f"has other code than this lapcli writes ({work.code.missing(output)[0]})"
     of_code = {} if work.code is None else work.code.files()
-    for name in (*companions(source), "README.md"):
-        file = output / name
-        if not file.is_file():
-            return f"lacks {name}"
-        if name not in of_code and name != "README.md" and not filecmp.cmp(source.path / name, file, shallow=False):
-            return f"has another {name} than {source.name}"
+    card = () if (output / "README.md").is_file() else ("README.md",)
+    for name in (*lost_companions(source, output, but=of_code), *card):
+        return f"has another {name} than {source.name}" if (output / name).is_file() else f"lacks {name}"
     return None
 
 

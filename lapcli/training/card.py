@@ -6,6 +6,8 @@ from lapcli.families.source import ModelSource
 from lapcli.recipe import RecoverySettings
 from lapcli.stages.lineage import LINEAGE_FILE, sliced_lineage
 
+AS_BEFORE = "It loads as the model it was made from does."
+
 
 def recovery_card(
     student: ModelSource, teacher: ModelSource | None, settings: RecoverySettings, record: dict[str, Any]
@@ -40,7 +42,7 @@ def recovery_card(
         f"weight decay {training.weight_decay:g}, gradient norm {training.clip:g}",
         "time": f"{record['seconds']:,} s on {record['processes']} process{'es' if record['processes'] > 1 else ''}",
     }
-    lines = [f"# {student.name}, {what}", "", "Made by lapcli. It loads as the model it was made from does.", ""]
+    lines = [f"# {student.name}, {what}", "", f"Made by lapcli. {student.loading or AS_BEFORE}", ""]
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items()), ""]
     before, after = record["before"], record["after"]
     if before is not None and after is not None:

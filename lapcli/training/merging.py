@@ -24,6 +24,7 @@ from lapcli.families.source import INDEX_FILE, ModelSource, companions, copy_com
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_other_model, sliced_lineage
 from lapcli.training.adapters import FULL_FILE, LORA_FILE, read_adapter
+from lapcli.training.card import AS_BEFORE
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """What tells how the model came to be, which is no longer the whole story."""
@@ -326,8 +327,8 @@ def _digest(adapter: Path) -> str:
 def _card(source: ModelSource, changed: int) -> str:
     return (
         f"# {source.name}, recovered\n\nMade by lapcli from `{source.name}`: an adapter merged into {changed} tensors "
-        f"of {len(source.tensors)}. `{LINEAGE_FILE}` holds the settings and digests of what it was made from. The "
-        "base's licence holds.\n"
+        f"of {len(source.tensors)}. {source.loading or AS_BEFORE} `{LINEAGE_FILE}` holds the settings and digests of "
+        "what it was made from. The base's licence holds.\n"
     )
 
 

@@ -69,6 +69,8 @@ def test_only_a_narrower_model_needs_code(base, sliced, tmp_path):
     assert same.config == base.config
     assert not list(same.path.glob("*.py"))
     assert {file.name for file in sliced.path.glob("*.py")} == code_of(sliced).files().keys()
+    assert base.loading is same.loading is None
+    assert sliced.loading in (sliced.path / "README.md").read_text()
     assert sliced.config["auto_map"]["AutoConfig"].split(".")[0] + ".py" in code_of(sliced).files()
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lapcli.artifacts import RunDirectory
+from lapcli.cli.context import loading
 from lapcli.errors import ArtifactError, DataError, FamilyError, ModelError, RecipeError
 from lapcli.families.loading import load_model
 from lapcli.families.source import resolve_model
@@ -207,6 +208,8 @@ def test_stock_models_are_healed_and_load(words, run, tmp_path, model_type):
     result = healed(student, base, settings(words, steps=1), run, reporter=reporter)
     assert result.record["reloaded"]["error"] <= reloading.EXACT
     assert any("reads no boundaries" in notice for notice in reporter.notices)
+    told = "trust_remote_code" in (run.recovered / "README.md").read_text()
+    assert told == ("trust_remote_code" in loading(run.recovered)) == (model_type == "kimi_linear")
     model = load_model(resolve_model(str(run.recovered)))
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (1, 6)
 

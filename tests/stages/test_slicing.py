@@ -81,6 +81,29 @@ def test_what_is_copied_along(model, selection, tmp_path):
     assert (output / copied[0]).is_file()
 
 
+@pytest.mark.parametrize("damage", [None, "{", "[]"])
+def test_a_lost_lineage_is_mended_where_all_else_is_the_slice(model, selection, tmp_path, damage):
+    output, reporter = tmp_path / "sliced", SilentReporter()
+    into(model, selection, output)
+    lineage = output / "lapcli.json"
+    whole = {path.name: path.read_bytes() for path in output.iterdir()}
+
+    def lose():
+        lineage.unlink() if damage is None else lineage.write_text(damage)
+
+    lose()
+    assert into(model, selection, output, reporter=reporter)
+    assert "lapcli.json" in reporter.warnings[0]
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == whole
+    # Somebody else's model of that shape says so in its card.
+    lose()
+    (output / "README.md").write_text("# A model of mine\n")
+    for overwrite in (False, True):
+        with pytest.raises(ArtifactError):
+            into(model, selection, output, overwrite=overwrite)
+    assert (output / "README.md").is_file()
+
+
 def test_overwrite_never_removes_what_is_not_ours(model, selection, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
