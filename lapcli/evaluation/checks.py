@@ -126,7 +126,9 @@ def failures(evaluation: Evaluation, checks: Sequence[Check]) -> list[str]:
     for check in checks:
         of_task = [row for row in rows if row.task == check.task]
         of_metric = [row for row in of_task if row.metric == check.metric]
-        if not of_metric:
+        if not of_task:
+            found.append(_nothing_there(check))
+        elif not of_metric:
             raise _unknown_metric(check, tuple(dict.fromkeys(row.metric for row in of_task)))
         found += [sentence for row in of_metric if (sentence := _failure(check, row, labels))]
     return found
@@ -135,7 +137,7 @@ def failures(evaluation: Evaluation, checks: Sequence[Check]) -> list[str]:
 def _failure(check: Check, row: Row, labels: Sequence[str]) -> str | None:
     base, last = row.scores[0], row.scores[-1]
     if last is None or (check.relative and base is None):
-        return f"{check.text}: there is no score to check"
+        return _nothing_there(check)
     against = base.estimate.value if base is not None else None
     if check.relative and row.refusals:
         return f"{check.text}: {row.refusals[-1]}"
@@ -144,6 +146,10 @@ def _failure(check: Check, row: Row, labels: Sequence[str]) -> str | None:
     at = "" if row.length is None else f" at {row.length}"
     held = f", {labels[0]}'s is {format_value(against, None)}" if check.relative and against is not None else ""
     return f"{check.text}: {labels[-1]}'s{at} is {format_value(last.estimate.value, last.estimate.stderr)}{held}"
+
+
+def _nothing_there(check: Check) -> str:
+    return f"{check.text}: there is no score to check"
 
 
 def _unknown_metric(check: Check, metrics: Sequence[str]) -> UsageError:

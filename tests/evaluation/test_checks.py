@@ -153,3 +153,9 @@ def test_a_metric_that_turns_out_missing_is_an_error():
     check_checks([check], [TASKS["wikitext"]], models=1, metrics_of=lambda info: None)
     with pytest.raises(UsageError, match="word_perplexty"):
         failures(evaluation(1.0), [check])
+
+
+def test_a_group_without_a_mean_fails_its_check():
+    """RULER's tasks at lengths that have no room for one of them: there is no mean, and no metric was misspelt."""
+    found = failures(evaluation(1.0), [parse_check("ruler.mean < 0.5")])
+    assert found == ["ruler.mean < 0.5: there is no score to check"]

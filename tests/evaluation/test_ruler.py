@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections import Counter
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -351,6 +352,33 @@ def test_a_row_ends_once_it_has_all_answers(material, tiny, monkeypatch):
     monkeypatch.setattr(ruler, "write_greedily", fake)
     (score,) = measured("niah_multiquery", material, tiny, ruler_lengths=(1500,))
     assert score.estimate.value == 0
+
+
+def test_processes_share_the_prompts(material, tiny, writes):
+    """Each fills the places of its prompts and leaves the others at zero; all of them summed are one process's."""
+    right = re.compile(r"[02468] and")
+
+    def now_and_then(text):
+        found = looked_up(text)
+        return found if right.search(found) else found[:9]
+
+    writes(now_and_then)
+    found = []
+
+    @dataclass(frozen=True)
+    class Half:
+        rank: int
+        size: int = 2
+
+        def add(self, tensors):
+            found.append(tensors[0].clone())
+
+    for rank in range(2):
+        measured("niah_multivalue", material, replace(tiny, processes=Half(rank)), ruler_lengths=(1500,), limit=7)
+    assert [int((part > 0).sum()) for part in found] == [4, 3]
+    (alone,) = measured("niah_multivalue", material, tiny, ruler_lengths=(1500,), limit=7)
+    assert float((found[0] + found[1]).mean()) == pytest.approx(alone.estimate.value)
+    assert 1 / 4 < alone.estimate.value < 1
 
 
 def test_settings_are_stored(material, tiny, writes):
