@@ -55,6 +55,7 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernel: options.Kernel = "auto",
+    require_fast: options.RequireFast = False,
     trust_remote_code: options.TrustRemoteCode = False,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
@@ -71,7 +72,7 @@ def run(
     directory = context.run_directory(run_path)
     inputs = _inputs(model, baseline, compare, directory)
     settings = _settings(inputs.base, data, samples, seq_len, stride, skip, seed)
-    machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     folder = directory.path / "analysis"
     for part in parse_mixture(settings.data):
         check_source(part.name)

@@ -11,7 +11,9 @@ from lapcli.cli import (
     analyze,
     bench,
     calibrate,
+    doctor,
     eval_,
+    generate,
     inspect_,
     list_,
     plan,
@@ -41,6 +43,7 @@ for module in (
     slice_,
     recover,
     eval_,
+    generate,
     analyze,
     run,
     sweep,
@@ -48,6 +51,7 @@ for module in (
     inspect_,
     list_,
     bench,
+    doctor,
 ):
     module.register(app)
 

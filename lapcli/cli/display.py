@@ -204,6 +204,11 @@ def closing(text: str, *, quiet: bool = False) -> None:
         console().print(text, markup=False)
 
 
+def remark(text: str, style: str) -> None:
+    """Print a line in a style of rich's."""
+    console().print(text, style=style, markup=False)
+
+
 def emit(document: Any) -> None:
     """Write the machine-readable result on stdout."""
     sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False) + "\n")

@@ -64,6 +64,7 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernel: options.Kernel = "auto",
+    require_fast: options.RequireFast = False,
     trust_remote_code: options.TrustRemoteCode = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again what is there already.")] = False,
     as_json: options.Json = False,
@@ -98,7 +99,7 @@ def run(
     from lapcli.machine import Machine
     from lapcli.stages.evaluation import evaluate_into, help_evaluate, plan_stage
 
-    machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     plan = plan_stage(
         directory.evaluation, models, tasks, settings,
         options=chosen_options, machine=machine, overwrite=overwrite, dry_run=dry_run,

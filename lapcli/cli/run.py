@@ -24,6 +24,7 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernel: options.Kernel = "auto",
+    require_fast: options.RequireFast = False,
     trust_remote_code: options.TrustRemoteCode = False,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
@@ -61,7 +62,7 @@ def run(
     from lapcli.stages.pruning import plan_document, plan_pruning, prune
 
     pruning = plan_pruning(source, plan.calibration, plan.selection, directory, overwrite=overwrite)
-    machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     if machine.split and plan.evaluation is not None:
         raise UsageError(
             "--device split is for calibrate and prune, and the recipe evaluates",

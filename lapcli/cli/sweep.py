@@ -67,6 +67,7 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernel: options.Kernel = "auto",
+    require_fast: options.RequireFast = False,
     trust_remote_code: options.TrustRemoteCode = False,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
@@ -94,7 +95,7 @@ def run(
     cells = expand(request, where)
     directory = SweepDirectory(run_path)
     slots = slots_for(gpus, jobs, device)
-    machine = Machine(device, dtype, kernel, trust_remote_code=trust_remote_code)
+    machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     plan = plan_sweep(
         source, cells, request.evaluation, directory, machine=machine, task_data=task_data, overwrite=overwrite
     )

@@ -26,6 +26,7 @@ from lapcli.evaluation.ruler_texts import Material
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.evaluation.tasks import NOISE_TASK, TEXT_PREFIX, TaskInfo, expand, parse_tasks
+from lapcli.machine import Machine
 from lapcli.reporting import Reporter, SilentReporter
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     kernel: str = "auto",
+    require_fast: bool = False,
     trust_remote_code: bool = False,
     earlier: Evaluation | None = None,
     keep: Callable[[Evaluation], None] | None = None,
@@ -182,6 +184,7 @@ def evaluate(
         device: where models run.
         dtype: of their weights.
         kernel: which implementation of the recurrence runs.
+        require_fast: whether it is an error when no kernel made for a GPU runs.
         trust_remote_code: whether code in a model's directory may run.
         earlier: scores in it of the same model and request are taken from there.
         keep: called with what there is after each task of each model.
@@ -215,6 +218,7 @@ def evaluate(
             continue
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         model = load_model(source, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code)
+        Machine(kernel=kernel, require_fast=require_fast).announce(model, reporter)
         loaded = LoadedModel(model=model, tokenizer=tokenizer, name=label, processes=options.processes)
         measured.append(
             ModelScores(

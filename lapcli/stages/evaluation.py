@@ -10,6 +10,7 @@ from lapcli.errors import ArtifactError
 from lapcli.evaluation.results import Evaluation
 from lapcli.evaluation.run import EvaluationPlan, evaluate, plan_evaluation, read_local_data
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
+from lapcli.families.registry import find_family
 from lapcli.families.source import ModelSource, resolve_model
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter
@@ -53,7 +54,9 @@ def plan_stage(
         LapcliError: see `lapcli.evaluation.run.evaluate`.
     """
     for _label, source in models:
-        machine.check(source.config)
+        # Stateful layers are asked for only where they matter: a model of a family that is not known can be measured.
+        family = find_family(source.config) if machine.require_fast else None
+        machine.check(source.config, () if family is None else family.layers(source.config))
     plan = plan_evaluation(
         models, tasks, settings, options,
         earlier=None if overwrite else read_evaluation(output), **_where(machine, models),
@@ -115,6 +118,7 @@ def evaluate_into(
         earlier=earlier,
         keep=keep,
         reporter=reporter,
+        require_fast=machine.require_fast,
         **_where(machine, models),
     )
     return evaluation, worked
@@ -143,6 +147,7 @@ def help_evaluate(
         settings,
         options=options,
         earlier=None if overwrite else read_evaluation(output),
+        require_fast=machine.require_fast,
         **_where(machine, models),
     )
 

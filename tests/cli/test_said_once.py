@@ -70,3 +70,28 @@ def test_plan_and_prune_say_what_became_of_the_head(lapcli, text, tmp_path, head
     assert ("MTP head" in err) == told.startswith("dropped"), err
     code, out, err = lapcli("plan", "lapcli-run/sliced", "--ratio", "0.5", "--json")
     assert json.loads(out)["mtp"] == (None if told.startswith("dropped") else "passes through")
+
+
+@pytest.mark.parametrize(("model", "said"), [("own", "kernel: chunked"), ("qwen3_next", LIBRARY)])
+@pytest.mark.parametrize("command", ["eval", "analyze"])
+def test_what_measures_models_says_it_too(lapcli, text, tmp_path, command, model, said):
+    folder = tiny_gated_deltanet(tmp_path / "m") if model == "own" else tiny_stock_model(model, tmp_path / "m")
+    job = [
+        command,
+        *([f"text:{text}"] if command == "eval" else ["--data", text]),
+        "--model",
+        folder,
+        "--device",
+        "cpu",
+    ]
+    if command == "eval":
+        job += ["--max-length", "64", "--limit", "1"]
+    else:
+        job += ["--samples", "4", "--seq-len", "64", "--skip", "16"]
+    code, out, err = lapcli(*job, "--require-fast")
+    assert (code, out) == (1, "")
+    assert "--require-fast" in err
+    assert not (tmp_path / "lapcli-run" / "evaluation.json").exists()
+    code, _out, err = lapcli(*job)
+    assert code == 0, err
+    assert sum(said in line for line in err.splitlines()) == 1, err
