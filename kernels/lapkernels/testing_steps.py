@@ -5,7 +5,7 @@ matrix of each token.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +15,17 @@ from lapkernels.decoding.rows import ConvState
 
 
 @dataclass
-class DeltaStepCase:
-    """Sequences for a delta-family layer, in fp64 on the CPU: what its projections give, and its parameters.
+class StepCase:
+    """Sequences for one layer, in fp64 on the CPU: what its projections give, and its parameters.
 
     Attributes:
         projected: `[B, N, columns]`, one projection's output for N tokens: q, k, v, gate, b, a, lamb side by side.
         columns: where each of them lies, as (start, shape of its own axes).
-        parameters: `A_log`, `dt_bias`, `norm_weight`: as `delta_step` takes them.
+        parameters: the tensors that belong to the layer, as the step takes them.
         options: the settings among its arguments.
         weight: `[channels, W]` or `None`.
         bias: `[channels]` or `None`.
-        shape: H, HV, K, V.
+        shape: heads that are shared, heads, and the two widths of a state.
     """
 
     projected: Tensor
@@ -41,7 +41,7 @@ class DeltaStepCase:
         """B."""
         return self.projected.shape[0]
 
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DeltaStepCase":
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Self:
         """In another dtype or place; A_log and dt_bias stay fp32 or wider, as models keep them."""
         wide = {torch.float64: torch.float64}.get(dtype or self.projected.dtype, torch.float32)
         parameters = {
@@ -53,12 +53,12 @@ class DeltaStepCase:
         return replace(self, projected=projected, parameters=parameters, weight=weight, bias=bias)
 
     def tokens(self, start: int, stop: int) -> dict[str, Tensor | None]:
-        """The arguments of `delta_step` for tokens `start` to `stop` of each row: views of one tensor."""
+        """The step's arguments for tokens `start` to `stop` of each row: views of one tensor."""
         return self.views(self.projected[:, start:stop])
 
     def views(self, projected: Tensor) -> dict[str, Tensor | None]:
-        """q, k, v, gate, b, a, lamb of a projection's output `[B, T, columns]`; `b` is always there, maybe `None`."""
-        found: dict[str, Tensor | None] = {"b": None}
+        """The parts of a projection's output `[B, T, columns]` by name."""
+        found: dict[str, Tensor | None] = {}
         for name, (start, shape) in self.columns.items():
             size = torch.Size(shape).numel()
             found[name] = projected[..., start : start + size].unflatten(-1, shape)
@@ -72,6 +72,18 @@ class DeltaStepCase:
         conv.inputs.fill_(torch.nan)
         return conv
 
+    def constants(self) -> dict[str, Any]:
+        """Parameters and settings, as the step takes them."""
+        return {**self.parameters, **self.options}
+
+
+class DeltaStepCase(StepCase):
+    """A delta-family layer; `shape` is H, HV, K, V."""
+
+    def views(self, projected: Tensor) -> dict[str, Tensor | None]:
+        """q, k, v, gate, b, a, lamb of a projection's output `[B, T, columns]`; `b` is always there, maybe `None`."""
+        return {"b": None, **super().views(projected)}
+
     def state(self, slots: int, dtype: torch.dtype | None = None, *, value_major: bool = False) -> Tensor:
         """A pool of states full of NaN, `[slots, HV, K, V]`; a row at position 0 starts from zero all the same."""
         _, heads, key_width, value_width = self.shape
@@ -79,9 +91,16 @@ class DeltaStepCase:
         pool = self.projected.new_full((slots, heads, *inner), torch.nan, dtype=dtype)
         return pool.transpose(-1, -2) if value_major else pool
 
-    def constants(self) -> dict[str, Any]:
-        """Parameters and settings, as `delta_step` takes them."""
-        return {**self.parameters, **self.options}
+
+class SsdStepCase(StepCase):
+    """A Mamba-2 layer; `shape` is groups, heads, N, P."""
+
+    def state(self, slots: int, dtype: torch.dtype | None = None, *, value_major: bool = True) -> Tensor:
+        """A pool of states full of NaN, `[slots, heads, P, N]`; P contiguous unless `value_major` (N contiguous)."""
+        _, heads, state_width, head_width = self.shape
+        inner = (head_width, state_width) if value_major else (state_width, head_width)
+        pool = self.projected.new_full((slots, heads, *inner), torch.nan, dtype=dtype)
+        return pool if value_major else pool.transpose(-1, -2)
 
 
 def delta_step_case(
@@ -254,3 +273,113 @@ def delta_oracle(case: DeltaStepCase) -> tuple[Tensor, list[Tensor]]:
         opened = 1 / (1 + (-gate).exp())
         output = output * (opened if options["gate_activation"] == "sigmoid" else gate * opened)
     return output, states
+
+
+def ssd_step_case(
+    *,
+    batch: int = 3,
+    tokens: int = 6,
+    groups: int = 2,
+    heads: int = 4,
+    state_width: int = 16,
+    head_width: int = 8,
+    taps: int | None = 4,
+    bias: bool = True,
+    skip: bool = True,
+    gate: bool = True,
+    gate_first: bool = True,
+    norm_groups: int | None = 2,
+    dt_limit: tuple[float, float] | None = None,
+    padding: int = 3,
+    seed: int = 0,
+) -> SsdStepCase:
+    """Random sequences and parameters of one Mamba-2 layer.
+
+    Args:
+        batch: B.
+        tokens: tokens of each sequence.
+        groups: of B and C.
+        heads: heads.
+        state_width: N.
+        head_width: P.
+        taps: W; `None` for no convolution.
+        bias: whether the convolution has one.
+        skip: whether there is a D.
+        gate: whether the output is gated.
+        gate_first: whether before the norm.
+        norm_groups: groups of heads normed apart; `None` for no norm.
+        dt_limit: bounds of the step size.
+        padding: unused columns at the end of the projection, so that its rows are not aligned.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    shapes: dict[str, tuple[int, ...]] = {"gate": (heads, head_width)} if gate else {}
+    shapes |= {"x": (heads, head_width), "B": (groups, state_width), "C": (groups, state_width), "dt": (heads,)}
+    columns, start = {}, 0
+    for name, shape in shapes.items():
+        columns[name] = (start, shape)
+        start += torch.Size(shape).numel()
+    projected = normal(batch, tokens, start + padding)
+    projected[..., start:] = 1e30
+    parameters = {"A_log": normal(heads), "dt_bias": normal(heads)}
+    if skip:
+        parameters["D"] = normal(heads)
+    options: dict[str, Any] = {"norm_eps": 1e-5, "gate_first": gate_first, "dt_limit": dt_limit}
+    if norm_groups is not None:
+        parameters["norm_weight"] = 1 + 0.3 * normal(heads * head_width)
+        options["norm_groups"] = norm_groups
+    channels = heads * head_width + 2 * groups * state_width
+    return SsdStepCase(
+        projected,
+        columns,
+        parameters,
+        options,
+        None if taps is None else normal(channels, taps) / taps**0.5,
+        normal(channels) if bias and taps is not None else None,
+        (groups, heads, state_width, head_width),
+    )
+
+
+def ssd_oracle(case: SsdStepCase) -> tuple[Tensor, list[Tensor]]:
+    """What the layer gives for whole sequences, in fp64, by the sum over all pairs of tokens.
+
+    Returns:
+        The outputs `[B, N, heads, P]`, and the states `[B, heads, P, state width]` after 0, 1, .., N tokens.
+    """
+    groups, heads, _, head_width = case.shape
+    seen = {name: x.double() for name, x in case.views(case.projected).items() if x is not None}
+    parameters = {name: x.double() for name, x in case.parameters.items()}
+    sizes = [seen[name].shape[2] * seen[name].shape[3] for name in ("x", "B", "C")]
+    line = filtered(torch.cat([seen[name].flatten(2) for name in ("x", "B", "C")], dim=2), case.weight, case.bias)
+    line = line / (1 + (-line).exp())
+    x, B, C = (part.reshape(seen[n].shape) for n, part in zip(("x", "B", "C"), line.split(sizes, dim=2), strict=True))
+    group = torch.arange(heads, device=x.device) // (heads // groups)
+    B, C = B[:, :, group], C[:, :, group]
+    step = torch.log1p((seen["dt"] + parameters["dt_bias"]).exp())
+    if case.options["dt_limit"] is not None:
+        step = step.clamp(*case.options["dt_limit"])
+    total = torch.cumsum(-parameters["A_log"].exp() * step, dim=1)
+    tokens = x.shape[1]
+    states = [torch.zeros(x.shape[0], heads, head_width, B.shape[3], dtype=torch.float64, device=x.device)]
+    outputs = []
+    for t in range(tokens):
+        decay = (total[:, t : t + 1] - total[:, : t + 1]).exp() * step[:, : t + 1]
+        states.append(torch.einsum("bsh,bshp,bshn->bhpn", decay, x[:, : t + 1], B[:, : t + 1]))
+        outputs.append(
+            torch.einsum("bsh,bshp,bsh->bhp", decay, x[:, : t + 1], (B[:, : t + 1] * C[:, t : t + 1]).sum(-1))
+        )
+    y = torch.stack(outputs, dim=1)
+    if "D" in parameters:
+        y = y + parameters["D"][:, None] * x
+    opened = seen["gate"] / (1 + (-seen["gate"]).exp()) if "gate" in seen else torch.ones_like(y)
+    if case.options["gate_first"]:
+        y = y * opened
+    if "norm_weight" in parameters:
+        y = y.flatten(2).unflatten(2, (case.options["norm_groups"], -1))
+        y = y / (y.square().mean(-1, keepdim=True) + case.options["norm_eps"]).sqrt()
+        y = (y.flatten(2) * parameters["norm_weight"]).unflatten(2, (heads, head_width))
+    return (y if case.options["gate_first"] else y * opened), states

@@ -105,3 +105,28 @@ def round_stochastically(x: Tensor, seed: Tensor, block: Tensor) -> Tensor:
     word = torch.where(word > 0x7FFFFFFF, word - (1 << 32), word).to(torch.int32)
     # An infinity or NaN would be carried into another number.
     return torch.where(x.isfinite(), word.view(torch.float32), x).to(torch.bfloat16)
+
+
+def starting_states(state: Tensor, slots: Tensor, position: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What rows start a step from, `[rows, ...]`: their slots' states, or zeros before their first token."""
+    held = state[slots].to(dtype)
+    return held if position is None else torch.where((position == 0).view(-1, 1, 1, 1), 0.0, held)
+
+
+def write_states(state: Tensor, kept: Tensor, slots: Tensor, counts: Tensor, seed: Tensor | None) -> None:
+    """Write the states of the rows of which tokens count, rounded at random where there is a seed.
+
+    Args:
+        state: the pool.
+        kept: `[rows, heads, ...]`.
+        slots: `[rows]`.
+        counts: `[rows]`, tokens that count.
+        seed: of `round_stochastically`.
+    """
+    written = counts > 0
+    kept, slots = kept[written], slots[written]
+    if seed is not None:
+        heads = kept.shape[1]
+        block = slots.unsqueeze(1) * heads + torch.arange(heads, device=slots.device)
+        kept = round_stochastically(kept.flatten(0, 1).float(), seed.view(()), block.flatten()).view_as(kept)
+    state[slots] = kept.to(state.dtype)

@@ -158,6 +158,59 @@ def check_tensor(name: str, tensor: Tensor, wanted: tuple[int, ...], device: tor
         raise InvalidInput(f"{name} is on {tensor.device}, the inputs on {device}; they should be on one device")
 
 
+def check_pool(state: Tensor, wanted: tuple[int, int, int], device: torch.device) -> None:
+    """Check a pool of states.
+
+    Args:
+        state: `[slots, *wanted]`.
+        wanted: its axes behind the slots; the last two in any memory order.
+        device: where the inputs lie.
+
+    Raises:
+        InvalidInput: naming what it is and what it should be.
+    """
+    if state.ndim != 4 or tuple(state.shape[1:]) != wanted:
+        shape = ", ".join(map(str, wanted))
+        raise InvalidInput(f"the state has shape {list(state.shape)}; it should be [slots, {shape}]")
+    if state.dtype not in FLOATS:
+        raise InvalidInput(f"the state has dtype {state.dtype}; it should be fp32 or bf16")
+    if state.device != device:
+        raise InvalidInput(f"the state is on {state.device}, the inputs on {device}; they should be on one device")
+    strides = [stride for stride, size in zip(state.stride()[2:], wanted[1:], strict=True) if size > 1]
+    if strides and 1 not in strides:
+        raise InvalidInput(
+            f"the state has strides {state.stride()}; neighbours on one of the last two axes should be neighbours in "
+            "memory (allocate_state makes such a pool)"
+        )
+
+
+def check_kept_dtype(state: Tensor) -> None:
+    """Check that a kernel can keep such states.
+
+    Raises:
+        InvalidInput: they are neither fp32 nor bf16.
+    """
+    if state.dtype not in (torch.float32, torch.bfloat16):
+        raise InvalidInput(f"the state has dtype {state.dtype}; the kernel keeps it in fp32 or bf16")
+
+
+def check_seed(rounding_seed: Tensor | None, state: Tensor, device: torch.device) -> None:
+    """Check the seed of stochastic rounding.
+
+    Raises:
+        InvalidInput: it is not one integer on the device, or the state is not bf16.
+    """
+    if rounding_seed is None:
+        return
+    if rounding_seed.numel() != 1 or rounding_seed.dtype not in _INTEGERS or rounding_seed.device != device:
+        raise InvalidInput(
+            f"rounding_seed should be one int32 or int64 on {device}; it has shape {list(rounding_seed.shape)} and "
+            f"dtype {rounding_seed.dtype}, on {rounding_seed.device}"
+        )
+    if state.dtype != torch.bfloat16:
+        raise InvalidInput(f"rounding_seed rounds a bf16 state; this one has dtype {state.dtype}")
+
+
 def check_last_axis(name: str, tensor: Tensor) -> None:
     """Check that neighbours on the last axis are neighbours in memory.
 

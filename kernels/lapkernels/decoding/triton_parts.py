@@ -1,9 +1,26 @@
 """What the decode-step kernels share: filters over the ring, activations, rounding, the norm at the end of a head."""
 
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# The language of kernels is not quite Python: its tensors have no types, its constants are ones when it is compiled.
+
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "filter_token", "narrow_state", "normed_and_gated", "sigmoid", "softplus"]
+__all__ = [
+    "activate",
+    "add2",
+    "add3",
+    "filter_pair",
+    "filter_token",
+    "load_tile",
+    "mix_bits",
+    "narrow_state",
+    "normed_and_gated",
+    "part_of",
+    "sigmoid",
+    "softplus",
+    "store_tile",
+]
 
 
 @triton.jit
@@ -112,3 +129,91 @@ def normed_and_gated(
     if GATE:
         x = x * activate(tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32), SIGMOID)
     return x
+
+
+@triton.jit
+def tile_offsets(columns, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+             WHOLE: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr):  # fmt: skip
+    """Where rows FIRST .. FIRST + N of a state's tile lie, [N, BV], and which of them there are.
+
+    ROWS is what the threads of a program cover at once. The rows are dealt so that each thread gets neighbours: their
+    offsets are constants of its load instructions instead of registers, and it finds their q and k side by side.
+    """
+    number = tl.arange(0, N)[:, None]
+    rows = FIRST + (number % ROWS) * (N // ROWS) + number // ROWS
+    at = (number % ROWS) * (N // ROWS * STRIDE_K) + columns[None, :] * STRIDE_V + (number // ROWS) * STRIDE_K
+    mask = columns[None, :] >= 0
+    if not WHOLE:
+        mask = columns[None, :] < V
+    if FIRST + N > K:
+        mask = mask & (rows < K)
+    return at + FIRST * STRIDE_K, mask
+
+
+@triton.jit
+def load_tile(ptr, columns, live, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
+              V: tl.constexpr, WHOLE: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+              EVICT: tl.constexpr):  # fmt: skip
+    """Rows of a state's tile, in fp32."""
+    at, mask = tile_offsets(columns, FIRST, N, ROWS, K, V, WHOLE, STRIDE_K, STRIDE_V)
+    return tl.load(ptr + at, mask=mask & live, other=0.0, eviction_policy=EVICT).to(tl.float32)
+
+
+@triton.jit
+def store_tile(ptr, columns, live, state, key, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+               K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr, STRIDE_K: tl.constexpr,
+               STRIDE_V: tl.constexpr, STOCHASTIC: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
+    """The same rows, rounded and written."""
+    at, mask = tile_offsets(columns, FIRST, N, ROWS, K, V, WHOLE, STRIDE_K, STRIDE_V)
+    inside, _ = tile_offsets(columns, FIRST, N, ROWS, K, V, True, V, 1)
+    value = narrow_state(state, key, inside, STOCHASTIC, ptr.dtype.element_ty)
+    tl.store(ptr + at, value, mask=mask & live, eviction_policy=EVICT)
+
+
+@triton.jit
+def filter_pair(q_ptr, k_ptr, q_stride, k_stride, q_ring, k_ring, ring_stride, q_weight, k_weight, weight_stride,
+                weight_tap, q_bias, k_bias, t, position, keep, K: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+                W: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, SILU_Q: tl.constexpr,
+                SILU_K: tl.constexpr):  # fmt: skip
+    """A key head's q and k for token t, N channels of which K count; the raw ones go into the ring if `keep`."""
+    at = tl.arange(0, N)
+    mask = at < K
+    raw_q, q = filter_token(q_ptr + at, q_stride, q_ring + at, ring_stride, q_weight + at * weight_stride, weight_tap,
+                            q_bias + at, mask, t, position, T, W, R, BIAS, SILU_Q)  # fmt: skip
+    raw_k, k = filter_token(k_ptr + at, k_stride, k_ring + at, ring_stride, k_weight + at * weight_stride, weight_tap,
+                            k_bias + at, mask, t, position, T, W, R, BIAS, SILU_K)  # fmt: skip
+    if W > 0:
+        kept = ((position + t) % R) * ring_stride
+        tl.store(q_ring + at + kept, raw_q, mask=mask & keep)
+        tl.store(k_ring + at + kept, raw_k, mask=mask & keep)
+    return q, k
+
+
+@triton.jit
+def part_of(x, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, GATHER: tl.constexpr):
+    """Numbers FIRST .. FIRST + N of a vector of WIDTH, shaped to meet a tile; N divides FIRST and WIDTH.
+
+    With several warps they go through shared memory by a gather: the compiler would otherwise find it cheaper to
+    filter every channel again in each thread that needs it. One warp would gather by shuffles, a dear way, and needs
+    no such care.
+    """
+    if GATHER:
+        part = tl.gather(x, FIRST + tl.arange(0, N), 0)
+    elif N == WIDTH:
+        part = x
+    else:
+        pieces = tl.reshape(x, [WIDTH // N, N])
+        part = tl.sum(tl.where(tl.arange(0, WIDTH // N)[:, None] == FIRST // N, pieces, 0.0), 0)
+    return tl.reshape(tl.trans(tl.reshape(part, [ROWS, N // ROWS])), [N])[:, None]
+
+
+@triton.jit
+def add2(a0, b0, a1, b1):
+    """Adds two reductions at once."""
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
+def add3(a0, b0, c0, a1, b1, c1):
+    """Adds three reductions at once."""
+    return a0 + a1, b0 + b1, c0 + c1

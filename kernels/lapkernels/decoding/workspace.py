@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapkernels.errors import KernelUnavailable
+from lapkernels.errors import InvalidInput, KernelUnavailable
 
 
 class Workspace(NamedTuple):
@@ -55,3 +55,20 @@ def shared_workspace(counters: int, numbers: int, device: torch.device) -> Works
     numbers = max(numbers, 1 << 20, 2 * held.scratch.numel() if held and held.scratch.numel() < numbers else 0)
     kept.append(Workspace.allocate(counters, numbers, device))
     return kept[-1]
+
+
+def meeting_place(own: Workspace | None, counters: int, numbers: int, device: torch.device) -> Workspace:
+    """The caller's own workspace, or the device's.
+
+    Raises:
+        InvalidInput: the caller's own is too small.
+        KernelUnavailable: see `shared_workspace`.
+    """
+    if own is None:
+        return shared_workspace(counters, numbers, device)
+    if own.counters.numel() < counters or own.scratch.numel() < numbers:
+        raise InvalidInput(
+            f"the workspace has {own.counters.numel()} counters and {own.scratch.numel()} numbers; this step needs "
+            f"{counters} and {numbers}"
+        )
+    return own

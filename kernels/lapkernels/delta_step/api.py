@@ -5,10 +5,10 @@ from torch import Tensor
 
 from lapkernels import verdicts
 from lapkernels._triton import kernels_can_run
+from lapkernels.decoding.configs import StepConfig
 from lapkernels.decoding.rows import ConvState
 from lapkernels.decoding.workspace import Workspace
 from lapkernels.delta_rule.api import Choice
-from lapkernels.delta_step.configs import StepConfig
 from lapkernels.delta_step.reference import delta_step_reference
 from lapkernels.delta_step.validation import check_arguments
 from lapkernels.errors import InvalidInput, KernelUnavailable

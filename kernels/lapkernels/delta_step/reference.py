@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.reference import convolve_step, gated_norm, live_rows, round_stochastically, softplus
+from lapkernels.decoding.reference import (
+    convolve_step,
+    gated_norm,
+    live_rows,
+    softplus,
+    starting_states,
+    write_states,
+)
 from lapkernels.decoding.rows import ConvState
 
 NORM_EPS = 1e-6
@@ -58,9 +65,7 @@ def delta_step_reference(
             beta = beta * b[rows].to(dtype).sigmoid()
         decay = _decay(None if a is None else a[rows].to(dtype), A_log, dt_bias, decay_lower_bound)
 
-        held = state[places].to(dtype)
-        if position is not None:
-            held = torch.where((position[rows] == 0).view(-1, 1, 1, 1), 0.0, held)
+        held = starting_states(state, places, None if position is None else position[rows], dtype)
         kept, reads = held, []
         for t in range(time):
             if decay is not None:
@@ -71,14 +76,7 @@ def delta_step_reference(
             reads.append(scale * (q[:, t].unsqueeze(-2) @ held).squeeze(-2))
             kept = torch.where((counts == t + 1).view(-1, 1, 1, 1), held, kept)
 
-        written = counts > 0
-        kept, places = kept[written], places[written]
-        if rounding_seed is not None:
-            heads = kept.shape[1]
-            block = places.unsqueeze(1) * heads + torch.arange(heads, device=places.device)
-            rounded = round_stochastically(kept.flatten(0, 1).float(), rounding_seed.view(()), block.flatten())
-            kept = rounded.view_as(kept)
-        state[places] = kept.to(state.dtype)
+        write_states(state, kept, places, counts, rounding_seed)
         read = gated_norm(
             torch.stack(reads, dim=1), norm_weight, norm_eps, None if gate is None else gate[rows], gate_activation
         )

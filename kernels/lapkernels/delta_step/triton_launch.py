@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.rows import ConvState
-from lapkernels.decoding.workspace import Workspace, shared_workspace
-from lapkernels.delta_step.configs import StepConfig, choose_config, key_parts, rows_at_once
+from lapkernels.decoding.configs import StepConfig, choose_config, key_parts, power_of_two
+from lapkernels.decoding.rows import ConvState, check_kept_dtype
+from lapkernels.decoding.workspace import Workspace, meeting_place
 from lapkernels.delta_step.triton_step import delta_step_kernel
 
 
@@ -43,19 +43,19 @@ def delta_step_triton(
     value_heads, value_width = v.shape[2:]
     heads = batch * value_heads
     if config is None:
-        config = choose_config(key_width, value_width, heads, state.element_size(), time, q.device)
+        config = choose_config(key_width, value_width, heads, state.element_size(), q.device)
     tiles = config.tiles(value_width)
+    check_kept_dtype(state)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     counters = scratch = out
     held = norm_weight is not None and tiles > 1 and time == 1 and config.splits == 1
     if norm_weight is not None and tiles * config.splits > 1 and not held:
-        needed = (heads, heads * time * value_width)
-        counters, scratch = workspace or shared_workspace(*needed, q.device)
+        counters, scratch = meeting_place(workspace, heads, out.numel(), q.device)
     # A pointer that is never followed, where an argument is absent.
     none = out
     inputs, weight, bias = (none, none, None) if conv is None else (conv.inputs, conv.weight, conv.bias)
     parts = key_parts(key_width)
-    rows = rows_at_once(parts, config, state.element_size(), state.stride(3) == 1)
+    rows = config.rows_at_once(parts, state.element_size(), state.stride(3) == 1)
 
     def strides(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
         return (0,) * axes if tensor is None else tensor.stride()[:axes]
@@ -75,19 +75,15 @@ def delta_step_triton(
             H=key_heads, HV=value_heads, K=key_width, V=value_width, T=time,
             W=0 if conv is None else conv.width, R=1 if conv is None else conv.ring,
             STRIDE_K=state.stride(2), STRIDE_V=state.stride(3), K0=parts[0], K1=parts[1], K2=parts[2],
-            ROWS0=rows[0], ROWS1=rows[1], ROWS2=rows[2], KN=_power(key_width), BV=config.tile, TILES=tiles,
-            TILES2=_power(tiles) if held else 1, SPLITS=config.splits, V2=_power(value_width),
+            ROWS0=rows[0], ROWS1=rows[1], ROWS2=rows[2], KN=power_of_two(key_width), BV=config.tile, TILES=tiles,
+            TILES2=power_of_two(tiles) if held else 1, SPLITS=config.splits, V2=power_of_two(value_width),
             BIAS=bias is not None, SILU_Q=silu[0], SILU_K=silu[1], SILU_V=silu[2], L2NORM=qk_l2norm,
             WRITE=b is not None, DECAY=0 if a is None else a.ndim - 2, RATED=A_log is not None,
             DT_BIAS=dt_bias is not None, BOUNDED=decay_lower_bound is not None, LAMBDA=lamb is not None,
             NORM=norm_weight is not None, GATE=gate is not None, SIGMOID=gate_activation == "sigmoid",
             POSITION=position is not None, SLOTS=slots is not None, COMMIT=commit is not None,
-            STOCHASTIC=rounding_seed is not None, GATHER=config.warps > 1 and (parts[1] > 0 or _power(key_width) < 32 * config.warps), EVICT=config.evict,
-            num_warps=config.warps,
+            STOCHASTIC=rounding_seed is not None, GATHER=config.gathers(key_width),
+            EVICT=config.evict,
+            num_warps=config.warps, maxnreg=config.registers,
         )  # fmt: skip
     return out
-
-
-def _power(number: int) -> int:
-    """The smallest power of two that is no smaller."""
-    return 1 << (number - 1).bit_length()

@@ -1,102 +1,24 @@
 """The step as one Triton kernel: the state is read once and written once; everything else rides along."""
 
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# The language of kernels is not quite Python: its tensors have no types, its constants are ones when it is compiled.
+
 import triton
 import triton.language as tl
 
-from lapkernels.decoding.triton_parts import filter_token, mix_bits, narrow_state, normed_and_gated, sigmoid, softplus
-
-
-@triton.jit
-def _offsets(columns, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-             WHOLE: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr):  # fmt: skip
-    """Where rows FIRST .. FIRST + N of a state's tile lie, as [N / ROWS, ROWS, BV], and which of them there are.
-
-    ROWS is what the threads of a program cover at once, so the first axis lies within each thread, where its offsets
-    are constants of the load instructions instead of registers. A thread's rows are neighbours, so that it finds
-    their q and k side by side.
-    """
-    steps = tl.arange(0, N // ROWS)[:, None, None]
-    rows = tl.arange(0, ROWS)[None, :, None] * (N // ROWS)
-    at = FIRST * STRIDE_K + rows * STRIDE_K + columns[None, None, :] * STRIDE_V + steps * STRIDE_K
-    mask = columns[None, None, :] >= 0
-    if not WHOLE:
-        mask = columns[None, None, :] < V
-    if FIRST + N > K:
-        mask = mask & (FIRST + rows + steps < K)
-    return at, mask
-
-
-@triton.jit
-def _load_rows(ptr, columns, live, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-               V: tl.constexpr, WHOLE: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
-               EVICT: tl.constexpr):  # fmt: skip
-    """Rows of a state's tile, in fp32."""
-    at, mask = _offsets(columns, FIRST, N, ROWS, K, V, WHOLE, STRIDE_K, STRIDE_V)
-    return tl.load(ptr + at, mask=mask & live, other=0.0, eviction_policy=EVICT).to(tl.float32)
-
-
-@triton.jit
-def _store_rows(ptr, columns, live, state, key, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-                K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr, STRIDE_K: tl.constexpr,
-                STRIDE_V: tl.constexpr, STOCHASTIC: tl.constexpr, EVICT: tl.constexpr):  # fmt: skip
-    """The same rows, rounded and written."""
-    at, mask = _offsets(columns, FIRST, N, ROWS, K, V, WHOLE, STRIDE_K, STRIDE_V)
-    inside, _ = _offsets(columns, FIRST, N, ROWS, K, V, True, V, 1)
-    value = narrow_state(state, key, inside, STOCHASTIC, ptr.dtype.element_ty)
-    tl.store(ptr + at, value, mask=mask & live, eviction_policy=EVICT)
-
-
-@triton.jit
-def _query_key(q_ptr, k_ptr, q_stride, k_stride, q_ring, k_ring, ring_stride, q_weight, k_weight, weight_stride,
-               weight_tap, q_bias, k_bias, t, position, keep, K: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-               W: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, SILU_Q: tl.constexpr,
-               SILU_K: tl.constexpr):  # fmt: skip
-    """A key head's q and k for token t, N channels of which K count; the raw ones go into the ring if `keep`."""
-    at = tl.arange(0, N)
-    mask = at < K
-    raw_q, q = filter_token(q_ptr + at, q_stride, q_ring + at, ring_stride, q_weight + at * weight_stride, weight_tap,
-                            q_bias + at, mask, t, position, T, W, R, BIAS, SILU_Q)  # fmt: skip
-    raw_k, k = filter_token(k_ptr + at, k_stride, k_ring + at, ring_stride, k_weight + at * weight_stride, weight_tap,
-                            k_bias + at, mask, t, position, T, W, R, BIAS, SILU_K)  # fmt: skip
-    if W > 0:
-        kept = ((position + t) % R) * ring_stride
-        tl.store(q_ring + at + kept, raw_q, mask=mask & keep)
-        tl.store(k_ring + at + kept, raw_k, mask=mask & keep)
-    return q, k
-
-
-@triton.jit
-def _part(x, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, GATHER: tl.constexpr):
-    """Numbers FIRST .. FIRST + N of a vector of WIDTH, shaped to meet a tile; N divides FIRST and WIDTH.
-
-    With several warps they go through shared memory by a gather: the compiler would otherwise find it cheaper to
-    filter every channel again in each thread that needs it. One warp would gather by shuffles, a dear way, and needs
-    no such care.
-    """
-    if GATHER:
-        part = tl.gather(x, FIRST + tl.arange(0, N), 0)
-    elif N == WIDTH:
-        part = x
-    else:
-        pieces = tl.reshape(x, [WIDTH // N, N])
-        part = tl.sum(tl.where(tl.arange(0, WIDTH // N)[:, None] == FIRST // N, pieces, 0.0), 0)
-    return tl.trans(tl.reshape(part, [ROWS, N // ROWS]))[:, :, None]
-
-
-@triton.jit
-def _add2(a0, b0, a1, b1):
-    return a0 + a1, b0 + b1
-
-
-@triton.jit
-def _within(state, k, q):
-    """What each thread adds up of `S^T k` and `S^T q` by itself."""
-    return tl.sum(state * k, 0), tl.sum(state * q, 0)
-
-
-@triton.jit
-def _add3(a0, b0, c0, a1, b1, c1):
-    return a0 + a1, b0 + b1, c0 + c1
+from lapkernels.decoding.triton_parts import (
+    add2,
+    add3,
+    filter_pair,
+    filter_token,
+    load_tile,
+    mix_bits,
+    normed_and_gated,
+    part_of,
+    sigmoid,
+    softplus,
+    store_tile,
+)
 
 
 @triton.jit
@@ -175,7 +97,7 @@ def delta_step_kernel(
     commit = T
     if COMMIT:
         commit = tl.load(commit_ptr + row).to(tl.int32)
-    if SLOTS:
+    if SLOTS:  # noqa: SIM102 -- one is known when the kernel is compiled, the other when it runs
         # No position is negative; asked here, it is loaded before the slot is waited for.
         if (slot < 0) | (position < 0):
             for tile in range(TILES):
@@ -185,11 +107,11 @@ def delta_step_kernel(
             return
 
     state_ptr += slot * state_ss + head * state_sh
-    s0 = _load_rows(state_ptr, columns, old, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+    s0 = load_tile(state_ptr, columns, old, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
     if K1 > 0:
-        s1 = _load_rows(state_ptr, columns, old, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+        s1 = load_tile(state_ptr, columns, old, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
     if K2 > 0:
-        s2 = _load_rows(state_ptr, columns, old, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+        s2 = load_tile(state_ptr, columns, old, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
     # The loads above are issued before anything waits for those below; the assembler would move them down.
     tl.debug_barrier()
 
@@ -220,15 +142,15 @@ def delta_step_kernel(
         key = mix_bits(mix_bits(block) ^ tl.load(seed_ptr).to(tl.uint32))
 
     if T == 1:
-        q, k = _query_key(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc, weight_sw,
+        q, k = filter_pair(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc, weight_sw,
                           q_bias, k_bias, 0, position, keeps & (commit > 0), K, KN, T, W, R, BIAS, SILU_Q,
                           SILU_K)  # fmt: skip
-        qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add3)
-        q0, k0 = _part(q, 0, K0, ROWS0, KN, GATHER), _part(k, 0, K0, ROWS0, KN, GATHER)
+        qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, add3)
+        q0, k0 = part_of(q, 0, K0, ROWS0, KN, GATHER), part_of(k, 0, K0, ROWS0, KN, GATHER)
         if K1 > 0:
-            q1, k1 = _part(q, K0, K1, ROWS1, KN, GATHER), _part(k, K0, K1, ROWS1, KN, GATHER)
+            q1, k1 = part_of(q, K0, K1, ROWS1, KN, GATHER), part_of(k, K0, K1, ROWS1, KN, GATHER)
         if K2 > 0:
-            q2, k2 = _part(q, K0 + K1, K2, ROWS2, KN, GATHER), _part(k, K0 + K1, K2, ROWS2, KN, GATHER)
+            q2, k2 = part_of(q, K0 + K1, K2, ROWS2, KN, GATHER), part_of(k, K0 + K1, K2, ROWS2, KN, GATHER)
 
     reads = tl.zeros([TILES2, BV], tl.float32)
     for tile in range(TILES):
@@ -236,15 +158,15 @@ def delta_step_kernel(
         inside = at < V
         for t in range(T):
             if T > 1:
-                q, k = _query_key(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc,
+                q, k = filter_pair(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc,
                                   weight_sw, q_bias, k_bias, t, position, keeps & (t < commit) & (tile == 0), K, KN,
                                   T, W, R, BIAS, SILU_Q, SILU_K)  # fmt: skip
-                qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add3)
-                q0, k0 = _part(q, 0, K0, ROWS0, KN, GATHER), _part(k, 0, K0, ROWS0, KN, GATHER)
+                qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, add3)
+                q0, k0 = part_of(q, 0, K0, ROWS0, KN, GATHER), part_of(k, 0, K0, ROWS0, KN, GATHER)
                 if K1 > 0:
-                    q1, k1 = _part(q, K0, K1, ROWS1, KN, GATHER), _part(k, K0, K1, ROWS1, KN, GATHER)
+                    q1, k1 = part_of(q, K0, K1, ROWS1, KN, GATHER), part_of(k, K0, K1, ROWS1, KN, GATHER)
                 if K2 > 0:
-                    q2, k2 = _part(q, K0 + K1, K2, ROWS2, KN, GATHER), _part(k, K0 + K1, K2, ROWS2, KN, GATHER)
+                    q2, k2 = part_of(q, K0 + K1, K2, ROWS2, KN, GATHER), part_of(k, K0 + K1, K2, ROWS2, KN, GATHER)
 
             raw_v, v = filter_token(v_ptr + at, v_st, v_ring + at, ring_sr, v_weight + at * weight_sc, weight_sw,
                                     v_bias + at, inside, t, position, T, W, R, BIAS, SILU_V)  # fmt: skip
@@ -264,31 +186,22 @@ def delta_step_kernel(
             if DECAY == 2:
                 factors = _channel_decay(a_ptr + t * a_st, dt_bias_ptr, rate, lower_bound, K, KN, RATED, DT_BIAS,
                                          BOUNDED)  # fmt: skip
-                s0 *= _part(factors, 0, K0, ROWS0, KN, GATHER)
+                s0 *= part_of(factors, 0, K0, ROWS0, KN, GATHER)
                 if K1 > 0:
-                    s1 *= _part(factors, K0, K1, ROWS1, KN, GATHER)
+                    s1 *= part_of(factors, K0, K1, ROWS1, KN, GATHER)
                 if K2 > 0:
-                    s2 *= _part(factors, K0 + K1, K2, ROWS2, KN, GATHER)
+                    s2 *= part_of(factors, K0 + K1, K2, ROWS2, KN, GATHER)
 
             # Both reductions are of the state before the write: S_new^T q = S^T q + (k . q) u.
-            found, read = _within(s0, k0, q0)
+            found, read = tl.reduce((s0 * k0, s0 * q0), 0, add2)
             if K1 > 0:
-                found1, read1 = _within(s1, k1, q1)
-                if ROWS1 == ROWS0:
-                    found += found1
-                    read += read1
+                found1, read1 = tl.reduce((s1 * k1, s1 * q1), 0, add2)
+                found += found1
+                read += read1
             if K2 > 0:
-                found2, read2 = _within(s2, k2, q2)
-                if ROWS2 == ROWS0:
-                    found += found2
-                    read += read2
-            found, read = tl.reduce((found, read), 0, _add2)
-            if K1 > 0 and ROWS1 != ROWS0:
-                found += tl.sum(found1, 0)
-                read += tl.sum(read1, 0)
-            if K2 > 0 and ROWS2 != ROWS0:
-                found += tl.sum(found2, 0)
-                read += tl.sum(read2, 0)
+                found2, read2 = tl.reduce((s2 * k2, s2 * q2), 0, add2)
+                found += found2
+                read += read2
             q_unit = 1.0
             k_unit = 1.0
             if L2NORM:
@@ -301,22 +214,22 @@ def delta_step_kernel(
                 found += read * tl.load(lamb_ptr + row_wide * lamb_sb + t * lamb_st + head).to(tl.float32)
             update = beta * (v - found)
             written = k_unit * update
-            s0 = decay * s0 + k0 * written[None, None, :]
+            s0 = decay * s0 + k0 * written[None, :]
             if K1 > 0:
-                s1 = decay * s1 + k1 * written[None, None, :]
+                s1 = decay * s1 + k1 * written[None, :]
             if K2 > 0:
-                s2 = decay * s2 + k2 * written[None, None, :]
+                s2 = decay * s2 + k2 * written[None, :]
             out = scale * (read + (q_unit * qk) * written)
 
-            written_now = commit == t + 1
-            _store_rows(state_ptr, at, written_now, s0, key, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, STOCHASTIC,
-                        EVICT)  # fmt: skip
+            commits = commit == t + 1
+            store_tile(state_ptr, at, commits, s0, key, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V,
+                           STOCHASTIC, EVICT)  # fmt: skip
             if K1 > 0:
-                _store_rows(state_ptr, at, written_now, s1, key, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, STOCHASTIC,
-                        EVICT)  # fmt: skip
+                store_tile(state_ptr, at, commits, s1, key, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V,
+                           STOCHASTIC, EVICT)  # fmt: skip
             if K2 > 0:
-                _store_rows(state_ptr, at, written_now, s2, key, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, STOCHASTIC,
-                        EVICT)  # fmt: skip
+                store_tile(state_ptr, at, commits, s2, key, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V,
+                           STOCHASTIC, EVICT)  # fmt: skip
 
             if HELD:
                 reads = tl.where(tl.arange(0, TILES2)[:, None] == tile, out[None, :], reads)
@@ -330,11 +243,11 @@ def delta_step_kernel(
         if TILES > 1:
             more = old & (tile + 1 < TILES)
             ahead = at + BV
-            s0 = _load_rows(state_ptr, ahead, more, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+            s0 = load_tile(state_ptr, ahead, more, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
             if K1 > 0:
-                s1 = _load_rows(state_ptr, ahead, more, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+                s1 = load_tile(state_ptr, ahead, more, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
             if K2 > 0:
-                s2 = _load_rows(state_ptr, ahead, more, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+                s2 = load_tile(state_ptr, ahead, more, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
 
     if HELD:
         at = tl.arange(0, TILES2)[:, None] * BV + columns[None, :]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.rows import FLOATS, ConvState, check_last_axis, check_rows, check_tensor
+from lapkernels.decoding.rows import ConvState, check_last_axis, check_pool, check_rows, check_seed, check_tensor
 from lapkernels.errors import InvalidInput
 
 ACTIVATIONS = ("silu", "swish", "sigmoid")
@@ -71,7 +71,7 @@ def check_arguments(
     check_tensor("v", v, (batch, time, value_heads, value_width), device)
     if not q.dtype == k.dtype == v.dtype:
         raise InvalidInput(f"q, k and v should share a dtype, and have {q.dtype}, {k.dtype}, {v.dtype}")
-    _check_state(state, sizes, device)
+    check_pool(state, (value_heads, key_width, value_width), device)
     _check_decay(a, A_log, dt_bias, decay_lower_bound, sizes, device)
     for name, tensor, wanted in (
         ("b", b, per_head),
@@ -86,31 +86,9 @@ def check_arguments(
             check_last_axis(name, tensor)
     if gate_activation not in ACTIVATIONS:
         raise InvalidInput(f"gate_activation is '{gate_activation}'; it is one of {', '.join(ACTIVATIONS)}")
-    if rounding_seed is not None:
-        if rounding_seed.numel() != 1 or rounding_seed.is_floating_point() or rounding_seed.device != device:
-            raise InvalidInput(f"rounding_seed should be one integer on {device}; it is {rounding_seed.dtype}, "
-                               f"{list(rounding_seed.shape)}, on {rounding_seed.device}")  # fmt: skip
-        if state.dtype != torch.bfloat16:
-            raise InvalidInput(f"rounding_seed rounds a bf16 state; this one has dtype {state.dtype}")
+    check_seed(rounding_seed, state, device)
     check_rows(batch, time, device, state, position, slots, commit, conv, sizes.channels, q.dtype)
     return sizes
-
-
-def _check_state(state: Tensor, sizes: StepSizes, device: torch.device) -> None:
-    wanted = (sizes.value_heads, sizes.key_width, sizes.value_width)
-    if state.ndim != 4 or tuple(state.shape[1:]) != wanted:
-        raise InvalidInput(
-            f"the state has shape {list(state.shape)}; it should be [slots, {', '.join(map(str, wanted))}]"
-        )
-    if state.dtype not in FLOATS:
-        raise InvalidInput(f"the state has dtype {state.dtype}; it should be fp32 or bf16")
-    if state.device != device:
-        raise InvalidInput(f"the state is on {state.device}, q on {device}; they should be on one device")
-    if 1 not in (state.stride(2), state.stride(3)) and state[0, 0].numel() > 1:
-        raise InvalidInput(
-            f"the state has strides {state.stride()}; neighbours on K or on V should be neighbours in memory "
-            "(allocate_state makes such a pool)"
-        )
 
 
 def _check_decay(

@@ -1,0 +1,99 @@
+"""How the kernel cuts a step into programs: one small table, nothing searched at run time."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class StepConfig(NamedTuple):
+    """One way to cut a step.
+
+    Attributes:
+        tile: value channels of a tile, a power of two.
+        warps: of a program, a power of two.
+        splits: programs that share a head; each takes every tile of its part in turn.
+        evict: how the state passes the caches: `""`, `evict_first` or `evict_last`.
+        registers: the most that a thread may have; `None` for what the compiler likes.
+    """
+
+    tile: int
+    warps: int
+    splits: int
+    evict: str = ""
+    registers: int | None = None
+
+    def tiles(self, value_width: int) -> int:
+        """Tiles that each program takes."""
+        return -(-value_width // (self.tile * self.splits))
+
+    def gathers(self, key_width: int) -> bool:
+        """Whether q and k go to the threads through an explicit gather, see `part_of` in `triton_parts`."""
+        return self.warps > 1 and (key_parts(key_width)[1] > 0 or power_of_two(key_width) < 32 * self.warps)
+
+    def rows_at_once(self, parts: tuple[int, int, int], state_bytes: int, columns_contiguous: bool) -> tuple[int, ...]:
+        """Key channels of each part that the threads of a program cover with one load of 16 bytes each."""
+        if not columns_contiguous:
+            return parts
+        across = min(32, max(1, self.tile * state_bytes // 16))
+        return tuple(min(part, 32 * self.warps // across) for part in parts)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+def key_parts(key_width: int) -> tuple[int, int, int]:
+    """K as up to three powers of two, the last of which may stand out: 96 is 64 + 32, 60 is 64, 100 is 64 + 32 + 4."""
+    parts: list[int] = []
+    rest = key_width
+    while rest > 0:
+        above = power_of_two(rest)
+        # A last part that is nearly full is cheaper than another part.
+        if len(parts) == 2 or above - rest <= key_width // 16:
+            parts.append(above)
+            break
+        parts.append(above // 2)
+        rest -= above // 2
+    first, second, third = (*parts, 0, 0)[:3]
+    return first, second, third
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; where kernels are interpreted, a GPU's usual number."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+ELEMENTS = 64
+"""Numbers of the state that a thread should hold: many in flight, and enough warps to hide what is not loading."""
+
+WIDEST = 128
+"""Value channels of a tile at most: whole lines of memory."""
+
+LARGEST = 128 * 128
+"""Numbers of the state that a program should hold at most."""
+
+
+def choose_config(key_width: int, value_width: int, heads: int, state_bytes: int, device: torch.device) -> StepConfig:
+    """The configuration for a step: one tile a program.
+
+    Args:
+        key_width: K (N of Mamba-2).
+        value_width: V (P of Mamba-2).
+        heads: rows times heads.
+        state_bytes: of a number of the state.
+        device: where it runs.
+    """
+    rows = sum(key_parts(key_width))
+    tile = min(WIDEST, power_of_two(value_width))
+    while tile > 16 and rows * tile > LARGEST:
+        tile //= 2
+    # Small batches are cut finer, so that every multiprocessor has work; pieces of rows stay 32 bytes or longer.
+    while tile * state_bytes > 32 and heads * -(-value_width // tile) < 2 * processors(device):
+        tile //= 2
+    warps = max(1, min(8, power_of_two(rows * tile // (32 * ELEMENTS))))
+    return StepConfig(tile, warps, -(-value_width // tile))
