@@ -183,6 +183,9 @@ class Rotary:
 
     def __init__(self, module: Any, length: int, hidden: Tensor):
         positions = torch.arange(length, device=hidden.device).unsqueeze(0)
+        if hasattr(module, "mrope_section"):
+            # One position for each axis of an image; text has the same on all.
+            positions = positions.expand(3, 1, -1)
         with torch.no_grad():
             cosines, sines = module(hidden.reshape(1, 1, -1), position_ids=positions)
         self.cosines, self.sines = cosines[0], sines[0]

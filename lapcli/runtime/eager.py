@@ -47,14 +47,14 @@ class EagerPlan:
     def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
         """One step: tokens `[B]` to logits `[B, vocabulary]`. Waits for the device."""
         slots = rows.slots.tolist()
-        found = [self.forward(tokens[row].view(1, 1), self.held[slot])[0] for row, slot in enumerate(slots)]
+        found = [self.forward(tokens[row].view(1, 1), self.held[slot], 0)[0] for row, slot in enumerate(slots)]
         return torch.stack(found)
 
     def cache(self) -> _Held:
         """What remembers nothing yet."""
         return _Held()
 
-    def forward(self, tokens: Tensor, cache: _Held) -> Tensor:
+    def forward(self, tokens: Tensor, cache: _Held, seen: int) -> Tensor:
         """Run `[1, T]` tokens on from a cache, which then has seen them, and return the last logits."""
         found = self.model(input_ids=tokens, use_cache=True, **{self.name: cache.cache})
         cache.cache = next(found[name] for name in _FIELDS if name in found)

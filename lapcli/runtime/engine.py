@@ -49,7 +49,6 @@ class Engine:
         graphs: whether to capture CUDA graphs; default: on a CUDA device.
 
     Attributes:
-        path: what runs a step.
         device: where.
         dtype: of weights and activations.
         vocabulary: token ids that have logits.
@@ -89,10 +88,18 @@ class Engine:
         self.plan: Plan | EagerPlan = make_plan(model, room) if why is None else EagerPlan(model)
         # What waits for the host cannot be captured: the library's own pass, and steps in PyTorch.
         graphs = graphs and why is None and state_kernel(self.device, self.dtype, impl) == "triton"
-        self.path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)
+        self._path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)
         self.slots = Slots(max_rows)
         self.steps = Steps(self.plan, max_rows, max_rows, self.device, capture=graphs)
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+
+    @property
+    def path(self) -> DecodePath:
+        """What runs a step."""
+        if self.steps.failure is None:
+            return self._path
+        why = f"{self._path.reason}; a step could not be captured: {self.steps.failure}"
+        return self._path._replace(graph=False, reason=why)
 
     @classmethod
     def load(
@@ -221,11 +228,12 @@ class Engine:
         tokens = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
         logits = None
         for part in tokens.split(piece, dim=1):
-            logits = self.plan.prefiller.forward(part, cache)
+            logits = self.plan.prefiller.forward(part, cache, seen)
+            seen += part.shape[1]
         assert logits is not None
         for row, slot in enumerate(slots):
-            self.slots.positions[slot] = seen + tokens.shape[1]
-            self.plan.prefiller.store(cache, row, slot, seen + tokens.shape[1])
+            self.slots.positions[slot] = seen
+            self.plan.prefiller.store(cache, row, slot, seen)
         return [Prefilled(slot, logits[row]) for row, slot in enumerate(slots)]
 
     def occupy(self, rows: int, position: int) -> list[int]:

@@ -1,6 +1,6 @@
 """The steps of transformers' hybrids, block by block, in the terms of `lapcli.runtime.plans`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -296,29 +296,3 @@ def kimi_plan(model: Any, room: "Room") -> "Plan":
             Sublayer(mlp(block.mlp, build.config), norm(block.post_attention_layernorm)),
         ]
     return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm), model.lm_head)
-
-
-PLANS: dict[str, Callable[[Any, "Room"], "Plan"]] = {
-    "qwen3_next": qwen_plan,
-    "qwen3_5_text": qwen_plan,
-    "qwen3_5_moe_text": qwen_plan,
-    "lara_mini": qwen_plan,
-    "olmo_hybrid": olmo_plan,
-    "kimi_linear": kimi_plan,
-    "bailing_hybrid": kimi_plan,
-    "lapcli_kimi_linear": kimi_plan,
-    "lapcli_bailing_hybrid": kimi_plan,
-}
-"""By the `model_type` of the language model's part."""
-
-
-def why_not_library(model: Any, *, planned: Sequence[str] = tuple(PLANS)) -> str | None:
-    """Why a model of transformers has no fused steps, or `None`."""
-    config = text_config(model)
-    if config.model_type not in planned:
-        return f"model type {config.model_type!r} has no plan; {', '.join(planned)} have"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
-    if "dynamic" in kind or kind == "longrope":
-        return f"its rotary embedding ({kind}) depends on the row's length"
-    return None

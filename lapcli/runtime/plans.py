@@ -70,6 +70,7 @@ class Plan:
         """One step: tokens `[B]` to logits `[B, vocabulary]`."""
         x = self.embed(tokens)
         dtype = x.dtype
+        rows.kept["embedding"] = x
         x = x if self.residual_dtype is None else x.to(self.residual_dtype)
         change: Tensor | None = None
         for sub in self.sublayers:
@@ -125,8 +126,9 @@ def make_plan(model: Any, room: Room) -> Plan:
 def _planner(model: Any) -> Callable[[Any, Room], Plan] | str:
     """What makes the plan of a model, or why nothing does."""
     from lapcli.models.decoder import RecurrentForCausalLM
-    from lapcli.runtime.library_models import PLANS, text_config, why_not_library
+    from lapcli.runtime.library_models import text_config
     from lapcli.runtime.own_models import own_plan, why_not_own
+    from lapcli.runtime.planned import PLANS, why_not_library
 
     if isinstance(model, RecurrentForCausalLM):
         return why_not_own(model) or own_plan

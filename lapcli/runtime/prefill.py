@@ -14,8 +14,8 @@ from lapcli.runtime.pools import AttentionPool, RecurrentPool
 class Prefiller(Protocol):
     """A model's own forward pass and its own cache."""
 
-    def forward(self, tokens: Tensor, cache: Any) -> Tensor:
-        """Run `[B, T]` tokens on from a cache (`None` for a new row), and return the last logits `[B, vocabulary]`."""
+    def forward(self, tokens: Tensor, cache: Any, seen: int) -> Tensor:
+        """Run `[B, T]` tokens on from a cache that has seen so many, and return the last logits `[B, vocabulary]`."""
         ...
 
     def cache(self) -> Any:
@@ -46,7 +46,7 @@ class OwnPrefiller:
         """A cache that has seen nothing."""
         return RecurrentCache()
 
-    def forward(self, tokens: Tensor, cache: RecurrentCache) -> Tensor:
+    def forward(self, tokens: Tensor, cache: RecurrentCache, seen: int) -> Tensor:
         """Run tokens on from a cache."""
         return self.model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
@@ -82,6 +82,8 @@ class LibraryPrefiller:
     def __init__(self, model: Any, recurrent: Mapping[int, RecurrentPool], attention: Mapping[int, AttentionPool]):
         self.model, self.recurrent, self.attention = model, recurrent, attention
         self.cache_name = cache_argument(model.forward)
+        # Said, since Bamba counts them from 0 again after a cache (transformers 5.24).
+        self.positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def cache(self) -> Any:
         """A cache that has seen nothing."""
@@ -89,10 +91,12 @@ class LibraryPrefiller:
 
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
-    def forward(self, tokens: Tensor, cache: Any) -> Tensor:
+    def forward(self, tokens: Tensor, cache: Any, seen: int) -> Tensor:
         """Run tokens on from a cache."""
-        found = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1, **{self.cache_name: cache})
-        return found.logits[:, -1]
+        more = {self.cache_name: cache}
+        if self.positions:
+            more["position_ids"] = torch.arange(seen, seen + tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return self.model(input_ids=tokens, use_cache=True, logits_to_keep=1, **more).logits[:, -1]
 
     def store(self, cache: Any, row: int, slot: int, position: int) -> None:
         """Put one row of a cache into a slot."""

@@ -30,6 +30,8 @@ class Steps:
         slots: `[rows]`, int32; negative for none.
         positions: `[rows]`, int64; a step that chooses tokens counts them up.
         choices: how tokens are chosen.
+        capture: whether steps are graphs; not any more once one could not be captured.
+        failure: why it could not.
     """
 
     def __init__(self, forward: Forward, rows: int, spare: int, device: torch.device, *, capture: bool):
@@ -38,6 +40,7 @@ class Steps:
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.choices = Choices(rows, device)
+        self.failure: str | None = None
         self._graphs: dict[tuple[int, Mode], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
@@ -68,23 +71,19 @@ class Steps:
         Returns:
             Logits `[rows, vocabulary]`, which the next step may overwrite.
         """
-        if not self.capture:
-            return self._step(rows, mode, longest)[:rows]
-        key = self.bucket(rows), mode
-        if key not in self._graphs:
-            self._graphs[key] = self._captured(*key)
-        graph, logits = self._graphs[key]
+        found = self._graph(rows, mode) if self.capture else None
+        if found is None:
+            return self._step(rows, mode, longest)
+        graph, logits = found
         graph.replay()
         return logits[:rows]
 
     def warm_up(self, rows: Sequence[int], modes: Sequence[Mode]) -> None:
         """Capture what steps of so many rows will need, before any has to wait for it."""
-        if self.capture:
-            for count in rows:
-                for mode in modes:
-                    key = self.bucket(count), mode
-                    if key not in self._graphs:
-                        self._graphs[key] = self._captured(*key)
+        for count in rows:
+            for mode in modes:
+                if self.capture:
+                    self._graph(count, mode)
 
     def _step(self, rows: int, mode: Mode, longest: int | None = None) -> Tensor:
         slots, positions = self.slots[:rows], self.positions[:rows]
@@ -94,9 +93,24 @@ class Steps:
             self.tokens[:rows] = choose(logits, positions, self.choices, mode)
         return logits
 
+    def _graph(self, rows: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """The graph of a step and its logits; `None` where something in the step cannot be captured."""
+        key = self.bucket(rows), mode
+        if key not in self._graphs:
+            kept = [(tensor, tensor.clone()) for tensor in (self.tokens, self.slots, self.positions)]
+            try:
+                self._graphs[key] = self._captured(*key)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                # What runs eagerly all the same (a module that reads values on the host) is only slower.
+                self.capture, self.failure = False, str(error).partition("\n")[0]
+            for tensor, before in kept:
+                tensor.copy_(before)
+        return self._graphs.get(key)
+
     def _captured(self, rows: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture a step, run before for no row at all, so that kernels are compiled and workspaces are there."""
-        kept = [(tensor, tensor.clone()) for tensor in (self.tokens, self.slots, self.positions)]
         self.slots.fill_(-1)
         self.positions.zero_()
         stream = torch.cuda.Stream(self.device)
@@ -107,8 +121,9 @@ class Steps:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._memory):
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
+        ):
             logits = self._step(rows, mode)
-        for tensor, before in kept:
-            tensor.copy_(before)
         return graph, logits
