@@ -1,0 +1,137 @@
+"""The public functions, and the choice of what computes them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lapkernels import verdicts
+from lapkernels._triton import kernels_can_run
+from lapkernels.delta_rule.api import Choice
+from lapkernels.errors import InvalidInput, KernelUnavailable
+from lapkernels.norm.reference import rms_norm_reference, swiglu_reference
+from lapkernels.norm.validation import check_gated, check_norm
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+_WIDEST = 65536
+"""Numbers of a row that one program can hold."""
+
+
+class NormOutput(NamedTuple):
+    """What `rms_norm` returns.
+
+    Attributes:
+        output: normed, `[.., D]`, in x's dtype.
+        residual: what was normed: x, or its sum with the residual in the residual's dtype.
+    """
+
+    output: Tensor
+    residual: Tensor
+
+
+def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
+    """Say why an implementation asked for by name cannot run such a call; else `None`.
+
+    Args:
+        impl: its name.
+        device: where the tensors lie.
+        dtype: of x.
+
+    Raises:
+        InvalidInput: there is no such implementation.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise InvalidInput(f"impl is '{impl}'; the norm has {', '.join(IMPLEMENTATIONS)}")
+    if impl != "triton":
+        return None
+    if dtype == torch.float64:
+        return "its kernel computes in fp32; fp64 inputs need impl='reference'"
+    if not kernels_can_run(torch.device(device)):
+        return (
+            "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
+            "is imported to test the kernel there"
+        )
+    return verdicts.why_wrong("norm", impl, torch.device(device))
+
+
+def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
+    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
+    if torch.device(device).type == "cpu":
+        return Choice("reference", "on a CPU PyTorch is the faster way")
+    why = why_not("triton", device, dtype)
+    if why is None:
+        return Choice("triton", "one kernel that reads its input once")
+    return Choice("reference", f"in PyTorch: {why}")
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    offset: float = 0.0,
+    impl: str = "auto",
+) -> NormOutput:
+    """`s / rms(s) * (weight + offset)`, where `s` is x or `residual + x`, in fp32 (fp64 for fp64) inside.
+
+    The sum is rounded to the residual's dtype before it is normed, as where the two are apart.
+
+    Args:
+        x: `[.., D]`, the last axis contiguous.
+        weight: `[D]`.
+        eps: added to the mean square.
+        residual: `[.., D]`, of a dtype of its own; `None` for none.
+        offset: 1 for the families that keep the weight less one (Qwen3-Next, Qwen3.5).
+        impl: `auto` (see `select_impl`), `reference` or `triton`.
+
+    Returns:
+        A `NormOutput`. Nothing is written in place.
+
+    Raises:
+        InvalidInput: a shape, dtype, stride or device that breaks the contract.
+        KernelUnavailable: an `impl` asked for by name that cannot run here.
+    """
+    check_norm(x, weight, residual)
+    if _chosen(impl, x) == "triton":
+        # Here, since it imports triton.
+        from lapkernels.norm.triton_norm import rms_norm_triton
+
+        if x.shape[-1] <= _WIDEST:
+            return NormOutput(*rms_norm_triton(x, weight, eps, residual, offset))
+        if impl == "triton":
+            raise KernelUnavailable(f"impl='triton' for the norm: a program holds rows of {_WIDEST}, not {x.shape[-1]}")
+    return NormOutput(*rms_norm_reference(x, weight, eps, residual, offset))
+
+
+def swiglu(x: Tensor, *, impl: str = "auto") -> Tensor:
+    """`silu(gate) * up`, in fp32 (fp64 for fp64) inside.
+
+    Args:
+        x: `[.., 2 F]`, gate and up side by side, the last axis contiguous.
+        impl: `auto` (see `select_impl`), `reference` or `triton`.
+
+    Returns:
+        `[.., F]` in x's dtype.
+
+    Raises:
+        InvalidInput: a shape, dtype or stride that breaks the contract.
+        KernelUnavailable: an `impl` asked for by name that cannot run here.
+    """
+    check_gated(x)
+    if _chosen(impl, x) == "triton":
+        # Here, since it imports triton.
+        from lapkernels.norm.triton_norm import swiglu_triton
+
+        return swiglu_triton(x)
+    return swiglu_reference(x)
+
+
+def _chosen(impl: str, x: Tensor) -> str:
+    if impl == "auto":
+        return select_impl(x.device, x.dtype).name
+    why = why_not(impl, x.device, x.dtype)
+    if why is not None:
+        raise KernelUnavailable(f"impl='{impl}' for the norm: {why}")
+    return impl

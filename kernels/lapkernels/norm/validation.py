@@ -1,0 +1,35 @@
+"""The contract of the arguments, checked in the same way for every implementation."""
+
+from torch import Tensor
+
+from lapkernels.decoding.rows import check_last_axis, check_tensor
+from lapkernels.errors import InvalidInput
+
+
+def check_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    """Check the arguments of `rms_norm`.
+
+    Raises:
+        InvalidInput: naming the argument, what it is and what it should be.
+    """
+    if x.ndim < 1 or not x.numel():
+        raise InvalidInput(f"x has shape {list(x.shape)}; it should be [.., D] with something in it")
+    check_tensor("x", x, tuple(x.shape), x.device)
+    check_tensor("weight", weight, (x.shape[-1],), x.device)
+    check_last_axis("x", x)
+    check_last_axis("weight", weight)
+    if residual is not None:
+        check_tensor("residual", residual, tuple(x.shape), x.device)
+        check_last_axis("residual", residual)
+
+
+def check_gated(x: Tensor) -> None:
+    """Check the argument of `swiglu`.
+
+    Raises:
+        InvalidInput: saying what it is and what it should be.
+    """
+    if x.ndim < 1 or not x.numel() or x.shape[-1] % 2:
+        raise InvalidInput(f"x has shape {list(x.shape)}; it should be [.., 2 F], gate and up side by side")
+    check_tensor("x", x, tuple(x.shape), x.device)
+    check_last_axis("x", x)
