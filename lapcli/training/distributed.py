@@ -75,11 +75,11 @@ class Objective(nn.Module):
     def passes(self, batch: PackedBatch) -> int:
         """How often a decoder runs for a part at most, where one reads no boundaries of documents; 0 where all do.
 
-        Such a decoder runs once for each length of documents (`last_hidden`), and not at all for those of one token.
+        Such a decoder runs once for documents of similar lengths (`last_hidden`), and not for those of one token.
         """
         if all(reads_packing(model) for model in self.models()):
             return 0
-        return len({end - start for start, end in batch.documents if end - start > 1})
+        return len(batch.calls)
 
     def forward(self, batch: PackedBatch, passes: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """The fields of `Sums`, with a gradient unless there is `no_grad`.

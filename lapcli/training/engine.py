@@ -364,8 +364,8 @@ class _Loop:
         for name, model in zip(("student", "teacher"), self.objective.models(), strict=False):
             if not reads_packing(model):
                 self.reporter.notice(
-                    f"the {name} ({type(model).__name__}) reads no boundaries of packed documents: it gets one "
-                    "document after another, so that none sees another's state"
+                    f"the {name} ({type(model).__name__}) reads no boundaries of packed documents: it gets them as "
+                    "rows of similar lengths, so that none sees another's state"
                 )
         self.model.train()
         stopped = None

@@ -1,7 +1,16 @@
-"""Packed documents through a decoder, each as if it were alone."""
+"""Packed documents through a decoder, each as if it were alone.
 
-from collections.abc import Sequence
+lapcli's own models read where documents begin. Models of transformers do so by halves: some hand `cu_seq_lens_q` or
+`seq_idx` on to the packages that they bind, whose PyTorch stand-ins take no notice of it, and others know neither, so
+that states would leak without a word. They get documents as rows of a batch, those of similar lengths together, each
+filled up at its end: what comes after a token has no say in its hidden state.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,6 +19,9 @@ from torch import Tensor
 from lapcli.models.decoder import RecurrentPreTrainedModel
 from lapcli.models.loss import next_token_labels
 from lapcli.training.stream import PackedSequence, stack_sequences
+
+_CALL_TOKENS = 256
+"""What a call costs beside its tokens, in tokens: to fill rows up by fewer is cheaper than another call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +53,35 @@ class PackedBatch:
         labels = next_token_labels(columns["labels"]).flatten()
         return cls(columns["input_ids"], columns["position_ids"], labels, documents)
 
+    @cached_property
+    def calls(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The documents of more than one token, parted into those that a decoder runs as the rows of one call."""
+        longest_of = _together(end - start for start, end in self.documents if end - start > 1)
+        found: dict[int, list[tuple[int, int]]] = {}
+        for start, end in self.documents:
+            if end - start > 1:
+                found.setdefault(longest_of[end - start], []).append((start, end))
+        return tuple(tuple(found[longest]) for longest in sorted(found, reverse=True))
+
+
+def _together(lengths: Iterable[int]) -> dict[int, int]:
+    """Of each length, the longest one that it shares a call with, so that padding and calls cost least in all."""
+    rows = Counter(lengths)
+    sizes = sorted(rows, reverse=True)
+    before = [0, *accumulate(rows[size] for size in sizes)]
+    # For the first so many sizes: the least cost, and where the last call of it begins.
+    best: list[tuple[int, int]] = [(0, 0)]
+    for end in range(1, len(sizes) + 1):
+        ways = ((best[i][0] + sizes[i] * (before[end] - before[i]) + _CALL_TOKENS, i) for i in range(end))
+        best.append(min(ways))
+    longest_of: dict[int, int] = {}
+    end = len(sizes)
+    while end:
+        begin = best[end][1]
+        longest_of |= dict.fromkeys(sizes[begin:end], sizes[begin])
+        end = begin
+    return longest_of
+
 
 def reads_packing(model: Any) -> bool:
     """Whether a model keeps packed documents apart by their positions, as lapcli's own do."""
@@ -50,7 +91,7 @@ def reads_packing(model: Any) -> bool:
 def last_hidden(model: Any, batch: PackedBatch) -> Tensor:
     """What enters a model's output layer, each document as if alone.
 
-    A model that reads no boundaries gets one document after another, those of one length together.
+    A model that reads no boundaries gets documents as rows, in as many calls as `PackedBatch.calls` has.
 
     Args:
         model: a causal language model, out of any wrapper.
@@ -65,15 +106,21 @@ def last_hidden(model: Any, batch: PackedBatch) -> Tensor:
         output = decoder(input_ids=batch.ids.to(device), position_ids=batch.position_ids, use_cache=False)
         return output.last_hidden_state.flatten(0, 1)
     tokens = batch.ids.flatten()
-    starts: dict[int, list[int]] = {}
-    for start, end in batch.documents:
-        if end - start > 1:
-            starts.setdefault(end - start, []).append(start)
-    places = [torch.tensor(begins)[:, None] + torch.arange(length) for length, begins in starts.items()]
-    found = [decoder(input_ids=tokens[place].to(device), use_cache=False).last_hidden_state for place in places]
-    if not found:
+    if not batch.calls:
         width = model.get_output_embeddings().weight.shape[1]
         return torch.zeros(len(tokens), width, dtype=model.dtype, device=device)
-    rows = torch.cat([hidden.flatten(0, 1) for hidden in found])
-    where = torch.cat([place.flatten() for place in places]).to(device)
-    return rows.new_zeros(len(tokens), rows.shape[1]).index_copy(0, where, rows)
+    found: list[Tensor] = []
+    places: list[Tensor] = []
+    for documents in batch.calls:
+        starts, ends = (torch.tensor(side)[:, None] for side in zip(*documents, strict=True))
+        place = starts + torch.arange(int((ends - starts).max()))
+        inside = place < ends
+        # Rows are filled up with their last token: an id that there is, whatever the model.
+        ids = tokens[place.minimum(ends - 1)].to(device)
+        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        if not inside.all():
+            hidden = hidden.index_select(0, inside.flatten().nonzero().squeeze(1).to(device))
+        found.append(hidden)
+        places.append(place[inside])
+    rows = torch.cat(found)
+    return rows.new_zeros(len(tokens), rows.shape[1]).index_copy(0, torch.cat(places).to(device), rows)

@@ -73,8 +73,8 @@ class PackedSequence:
 def stack_sequences(sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:
     """A batch by the names of a model's arguments: `input_ids`, `position_ids` and `labels`, int64 `[B, T]`.
 
-    `position_ids` alone tell lapcli's models where documents begin, in any number of rows. A stock model that does not
-    read boundaries from them sees one document after another.
+    `position_ids` alone tell lapcli's models where documents begin, in any number of rows. A stock model reads
+    none from them (`lapcli.training.packing`).
     """
     return {
         "input_ids": torch.stack([sequence.ids for sequence in sequences]),

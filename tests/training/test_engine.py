@@ -589,10 +589,10 @@ def test_a_model_that_is_broken_from_the_start(own, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_it_says_that_stock_models_get_one_document_after_another(place, tmp_path):
+def test_it_says_that_stock_models_get_documents_as_rows(place, tmp_path):
     bench = Bench(place, steps=1)
     bench.run(tmp_path)
-    said = [notice for notice in bench.reporter.notices if "one document after another" in notice]
+    said = [notice for notice in bench.reporter.notices if "as rows of similar lengths" in notice]
     assert len(said) == (2 if place.name.startswith("mamba2") else 0)
 
 
