@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lapkernels.decoding.configs import StepConfig
 from lapkernels.decoding.rows import ConvState
+from lapkernels.delta_step import delta_step
+from lapkernels.ssd_step import ssd_step
+from lapkernels.testing import assert_as_precise
 
 
 @dataclass
@@ -383,3 +387,166 @@ def ssd_oracle(case: SsdStepCase) -> tuple[Tensor, list[Tensor]]:
         y = y / (y.square().mean(-1, keepdim=True) + case.options["norm_eps"]).sqrt()
         y = (y.flatten(2) * parameters["norm_weight"]).unflatten(2, (heads, head_width))
     return (y if case.options["gate_first"] else y * opened), states
+
+
+DELTA_CASES: dict[str, dict[str, Any]] = {
+    "as in Gated DeltaNet": {"key_heads": 1, "value_heads": 2},
+    "three key parts, a gate by sigmoid": {"key_width": 28, "gate": "sigmoid", "key_heads": 1, "value_heads": 1},
+    "odd widths, a bias": {"key_width": 15, "value_width": 6, "bias": True, "value_heads": 2},
+    "decay per channel": {"decay": "channel", "key_width": 12, "key_heads": 1, "value_heads": 1, "gate": "sigmoid"},
+    "decay bounded below": {"decay": "bounded", "key_heads": 1, "value_heads": 1, "silu": (False, True, False)},
+    "no decay, constant strength": {"decay": None, "write": False, "strength": 2.0, "gate": None, "value_heads": 2},
+    "no convolution, no norms": {
+        "taps": None,
+        "norm": False,
+        "qk_l2norm": False,
+        "value_heads": 2,
+        "silu": (False,) * 3,
+    },
+    "query feedback, decay given": {"feedback": True, "decay": "given", "taps": 1, "strength": 2.0, "value_heads": 2},
+}
+"""Layers of the delta family by what is particular about each, for `check_delta`."""
+
+SSD_CASES: dict[str, dict[str, Any]] = {
+    "as in Mamba-2": {"groups": 1, "heads": 2, "norm_groups": 1},
+    "groups, norm before gate, limits": {"norm_groups": 2, "gate_first": False, "dt_limit": (0.3, 1.0)},
+    "odd widths, no bias": {
+        "state_width": 28,
+        "head_width": 6,
+        "groups": 1,
+        "heads": 1,
+        "norm_groups": 1,
+        "bias": False,
+    },
+    "no norm, no skip, no convolution": {"norm_groups": None, "skip": False, "taps": None, "heads": 2},
+}
+"""Mamba-2 layers by what is particular about each, for `check_ssd`."""
+
+
+def check_delta(
+    name: str,
+    impl: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    state_dtype: torch.dtype | None = None,
+    value_major: bool = False,
+    tokens: int = 1,
+    config: StepConfig | None = None,
+    **change: Any,
+) -> None:
+    """Assert that `delta_step` follows the oracle, token by token or several at once, of which some are taken back.
+
+    Args:
+        name: of `DELTA_CASES`.
+        impl: which implementation.
+        dtype: of the inputs.
+        device: where.
+        state_dtype: of the pool; `None` for fp32 (fp64 for fp64).
+        value_major: whether K is contiguous in the pool.
+        tokens: T.
+        config: of the kernel.
+        change: what to change about the case.
+
+    Raises:
+        AssertionError: naming what differs, and by how much.
+    """
+    case = delta_step_case(**{"batch": 2, **DELTA_CASES[name], **change})
+    _check(delta_step, delta_oracle, case, impl, dtype, device, state_dtype, value_major, tokens, config)
+
+
+def check_ssd(
+    name: str,
+    impl: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    state_dtype: torch.dtype | None = None,
+    value_major: bool = False,
+    tokens: int = 1,
+    config: StepConfig | None = None,
+    **change: Any,
+) -> None:
+    """Assert that `ssd_step` follows the oracle. Arguments as for `check_delta`; `value_major` has N contiguous."""
+    case = ssd_step_case(**{"batch": 2, **SSD_CASES[name], **change})
+    _check(ssd_step, ssd_oracle, case, impl, dtype, device, state_dtype, value_major, tokens, config)
+
+
+def _check(
+    step: Any,
+    oracle: Any,
+    case: Any,
+    impl: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    state_dtype: torch.dtype | None,
+    value_major: bool,
+    tokens: int,
+    config: StepConfig | None,
+) -> None:
+    narrow = case.to(dtype)
+    # The truth of the inputs as they are once rounded, not of what they were.
+    output, states = oracle(narrow)
+    truth: dict[str, Tensor] = {"output": output, "state": states[-1]}
+    state_dtype = state_dtype or torch.promote_types(dtype, torch.float32)
+    yardstick = follow(step, narrow, "reference", state_dtype, value_major, 1, None)
+    found = follow(step, narrow.to(device=device), impl, state_dtype, value_major, tokens, config)
+    coarsest = max((dtype, state_dtype), key=lambda each: torch.finfo(each).eps)
+    # Rounded a token, in another order.
+    assert_as_precise(found, truth, yardstick, coarsest, terms=case.projected.shape[1])
+
+
+def follow(
+    step: Any,
+    case: Any,
+    impl: str,
+    state_dtype: torch.dtype,
+    value_major: bool,
+    tokens: int,
+    config: StepConfig | None,
+) -> dict[str, Tensor]:
+    """Take whole sequences through a step, in a pool full of NaN, beside a padding row.
+
+    With several tokens a call, calls of 1, 2, .. tokens that count follow one another; the drafts behind those are
+    right, and wrong, in turn.
+
+    Returns:
+        `output` `[B, N, heads, width]` and the last `state` of each row.
+
+    Raises:
+        AssertionError: a slot, ring or output that is nobody's was written, or an output was not.
+    """
+    device, length, rows = case.projected.device, case.projected.shape[1], case.batch
+    live, spare = [2 * row for row in reversed(range(rows))], [2 * row + 1 for row in range(rows)]
+    slots = torch.tensor([*live, -1], dtype=torch.int32, device=device)
+    pool = case.state(2 * rows, state_dtype, value_major=value_major)
+    conv = case.conv(2 * rows, tokens)
+    position = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+    padded = torch.cat((case.projected, torch.full_like(case.projected[:1], torch.nan)))
+    outputs, done, turn = [], 0, 0
+    while done < length:
+        count = min(tokens if tokens == 1 else 1 + turn % tokens, length - done)
+        given = padded[:, done : done + tokens].clone()
+        if given.shape[1] < tokens:
+            given = torch.cat((given, torch.ones_like(padded[:, : tokens - given.shape[1]])), dim=1)
+        if turn % 2:
+            given[:, count:] = 3.0
+        arguments = {
+            **case.constants(),
+            "state": pool,
+            "conv": conv,
+            "position": position,
+            "slots": slots,
+            "impl": impl,
+        }
+        if tokens > 1:
+            arguments["commit"] = torch.full((rows + 1,), count, device=device)
+        out = step(**case.views(given), **arguments, config=config)
+        assert not out[-1].any(), "a padding row's output is not zero"
+        outputs.append(out[:-1, :count])
+        position += count
+        done, turn = done + count, turn + 1
+    assert pool[spare].isnan().all(), "a slot that is nobody's was written"
+    if conv is not None:
+        assert conv.inputs[spare].isnan().all(), "a ring that is nobody's was written"
+    return {"output": torch.cat(outputs, dim=1), "state": pool[live]}
