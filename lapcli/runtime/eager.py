@@ -68,6 +68,10 @@ class EagerPlan:
         """The cache of a slot."""
         return self.held[slot]
 
+    def pools(self) -> list[RecurrentPool | AttentionPool]:
+        """None: the library keeps what it keeps."""
+        return []
+
     def forget(self, slot: int) -> None:
         """Drop the cache of a slot."""
         self.held.pop(slot, None)

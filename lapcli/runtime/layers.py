@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapcli.models.precision import widened
 from lapcli.runtime.pools import RecurrentPool
 from lapkernels.delta_step import ConvState, delta_step
+from lapkernels.norm import rms_norm, swiglu
 
 _ALIGN = 64
 """Rows of a fused projection are padded to a multiple of this, so that its results are aligned in memory."""
@@ -63,18 +63,16 @@ class Norm:
     """
 
     def __init__(self, weight: Tensor, eps: float, *, centred: bool = False):
-        # In fp32 once: the sum with 1 would lose digits in bf16, and no kernel should widen it each time.
-        self.weight = widened(weight.detach()) + (1.0 if centred else 0.0)
-        self.eps = eps
+        self.weight, self.eps, self.offset = weight.detach(), eps, 1.0 if centred else 0.0
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Normalise `[..., D]`, into `dtype`."""
-        return F.rms_norm(widened(x), self.weight.shape, self.weight, self.eps).to(dtype)
+        """Normalise `[B, D]`, into `dtype`."""
+        return rms_norm(x, self.weight, self.eps, offset=self.offset).output.to(dtype)
 
     def after(self, x: Tensor, change: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`x + change`, and its norm in `dtype`."""
-        x = x + change
-        return x, self(x, dtype)
+        """`x + change` in x's dtype, and its norm in `dtype`: one kernel on a GPU."""
+        normed, total = rms_norm(change, self.weight, self.eps, residual=x, offset=self.offset)
+        return total, normed.to(dtype)
 
 
 def fused(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -256,7 +254,7 @@ class GatedMlp:
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """`[B, D]` to the same."""
         inner = F.linear(hidden, self.weight, self.bias)
-        return self.down(F.silu(inner[:, : self.width]) * inner[:, self.width : 2 * self.width])
+        return self.down(swiglu(inner[:, : 2 * self.width]))
 
 
 class LibraryModule:

@@ -217,6 +217,9 @@ def lay_flat(module: Any, heads: DeltaHeads) -> Tensor:
     Returns:
         The fused weight; the module's two projections are views of it.
     """
+    if "fix_query_key_value_ordering" in vars(module):
+        # An engine was made of this model before.
+        return fused((module.in_proj_qkvz, module.in_proj_ba))[0]
     group = heads.value_heads // heads.key_heads
     values = group * heads.value_width
     first = module.in_proj_qkvz.weight.detach().unflatten(0, (heads.key_heads, -1))

@@ -59,6 +59,7 @@ class SsdMixer:
         has_norm = not isinstance(module.norm, nn.Identity)
         self.norm_weight = module.norm.weight.detach() if has_norm else None
         self.norm_eps = module.norm.variance_epsilon if has_norm else 1e-6
+        self.norm_groups = _norm_groups(module.norm, heads.inner)
         self.gate_first = not getattr(module.norm, "norm_before_gate", False)
         # Falcon-H1's multipliers of the input and of each part of the projection.
         self.before: float = getattr(module, "ssm_in_multiplier", 1.0)
@@ -88,11 +89,19 @@ class SsdMixer:
             slots=rows.slots,
             gate=z.unflatten(-1, values),
             norm_weight=self.norm_weight,
+            norm_groups=self.norm_groups,
             norm_eps=self.norm_eps,
             gate_first=self.gate_first,
             impl=self.impl,
         )
         return self.output(mixed.flatten(2).squeeze(1))
+
+
+def _norm_groups(module: Any, width: int) -> int:
+    """Groups of channels that a library's norm takes apart: transformers 5.17 has one, 5.24 those of B and C."""
+    if hasattr(module, "group_size"):
+        return width // module.group_size
+    return getattr(module, "n_groups", 1)
 
 
 def mamba_mixer(build: Builder, module: Any) -> SsdMixer:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapcli.runtime.prefill import cache_argument
+
 
 def prompts_of(*lengths: int, seed: int = 0, low: int = 3, high: int = 259) -> list[list[int]]:
     """Prompts of these lengths, of tokens from `low` to `high - 1`."""
@@ -24,3 +26,18 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     if not bool(found.isfinite().all()):
         return float("inf")
     return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+def cached_logits(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """The library's own decoding: after a prompt, the logits `[tokens, vocabulary]` after each further token."""
+    name, found = cache_argument(model.forward), []
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([list(prompt)], device=model.device), use_cache=True)
+        for number, token in enumerate(tokens, len(prompt)):
+            # Bamba has to be told its positions.
+            where = {"position_ids": torch.tensor([[number]], device=model.device)}
+            output = model(
+                input_ids=torch.tensor([[token]], device=model.device), use_cache=True, **{name: output[name]}, **where
+            )
+            found.append(output.logits[0, -1])
+    return torch.stack(found)
