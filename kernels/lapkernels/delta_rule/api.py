@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapkernels import verdicts
-from lapkernels.delta_rule import fla_backend
+from lapkernels.delta_rule import fla_backend, triton_backend
 from lapkernels.delta_rule.chunked import delta_rule_chunked
 from lapkernels.delta_rule.reference import compute_dtype, delta_rule_reference
 from lapkernels.delta_rule.validation import check_arguments
 from lapkernels.errors import InvalidInput, KernelUnavailable
 
-IMPLEMENTATIONS = ("auto", "reference", "chunked", "fla")
+IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "fla")
 
 NORM_EPS = 1e-6
 """Added to the squared length before the root, as in fla."""
@@ -77,6 +77,12 @@ def select_impl(
     ) or fla_backend.why_imprecise(dtype)
     if why is None:
         return Choice("fla", "fla's kernels are right here and the fastest")
+    if device.type == "cuda" and time > 1 and dtype in (torch.bfloat16, torch.float16):
+        ours = why_not(
+            "triton", device, dtype, key_width=key_width, gated=gated, erasing=erasing, needs_gradient=needs_gradient
+        )
+        if ours is None:
+            return Choice("triton", f"lapcli's kernels for chunks: {why}")
     unsound = why_not(
         "chunked", device, dtype, key_width=key_width, gated=gated, erasing=erasing, needs_gradient=needs_gradient
     )
@@ -112,6 +118,8 @@ def why_not(
             device, dtype, key_width, gated=gated, erasing=erasing
         ) or fla_backend.why_wrong(device, gated=gated, erasing=erasing, needs_gradient=needs_gradient)
     variant = fla_backend.variant_of(gated=gated, erasing=erasing)
+    if impl == "triton" and (why := triton_backend.why_unavailable(device, dtype, key_width)) is not None:
+        return why
     return verdicts.why_wrong("delta_rule", impl, device, variant=variant, needs_gradient=needs_gradient)
 
 
@@ -136,7 +144,8 @@ def delta_rule(
     Each step and value head: `S *= exp(g)`; `u = beta (v - S^T x)`; `S += k u^T`; `o = S^T (scale q)`, where the
     erase direction `x` is `k` unless given. The order matters: decay, error, write, read. The gate is a *log* decay,
     never positive; `beta` is used as given. The state and all sums are fp32 (fp64 for fp64 inputs) whatever the
-    dtype of the inputs, autocast or not; fla's kernels multiply in the dtype of the inputs and add in fp32.
+    dtype of the inputs, autocast or not; the Triton kernels and fla's multiply in the dtype of the inputs and add in
+    fp32.
 
     Args:
         q: `[B, T, H, K]`, read directions.
@@ -152,8 +161,9 @@ def delta_rule(
             any device: host values are read, so boundaries on a GPU make the call wait for it. Each sequence has
             one token at least, its own initial state and its own final state.
         qk_l2norm: normalise q and k as `l2_normalise` does first; not together with `erase`.
-        chunk_size: C of the chunked form; sets its speed, not its result. fla takes 64 whatever is asked for.
-        impl: `auto` (see `select_impl`; inside `torch.compile` never fla), `reference`, `chunked` or `fla`.
+        chunk_size: C of the chunked form in PyTorch; sets its speed, not its result. Kernels have their own.
+        impl: `auto` (see `select_impl`; inside `torch.compile` never a kernel), `reference`, `chunked`, `triton` or
+            `fla`.
 
     Returns:
         A `DeltaRuleOutput`.
@@ -195,6 +205,13 @@ def delta_rule(
             qk_l2norm=qk_l2norm, needs_gradient=needs_gradient,
         )  # fmt: skip
         return DeltaRuleOutput(output.to(v.dtype), state if output_final_state else None)
+
+    if impl == "triton":
+        output, state = triton_backend.run(
+            q, k, v, beta, g, erase, factor, initial_state, output_final_state, cu_seqlens,
+            qk_l2norm=qk_l2norm, norm_eps=NORM_EPS, needs_gradient=needs_gradient,
+        )  # fmt: skip
+        return DeltaRuleOutput(output, state if output_final_state else None)
 
     if qk_l2norm:
         # Widened first: rounding the unit vectors would cost more precision than all that follows.

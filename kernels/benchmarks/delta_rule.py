@@ -1,0 +1,215 @@
+"""Time the chunked delta rule, forward, against fla's and FlashQLA's kernels, and its tiles against each other.
+
+PYTHONPATH=kernels python -m benchmarks.delta_rule --output FILE.jsonl [--budget SECONDS] [--tiles]
+
+Every line of the file is one row: a shape, an implementation, milliseconds (median of three trials, a CUDA graph of calls
+on operands that no cache holds), the floor that memory sets, and the error against the PyTorch form in fp32. A row whose
+error is above twice that of the PyTorch form in the row's own dtype has no time.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lapkernels import timing
+from lapkernels.delta_rule.api import delta_rule
+from lapkernels.delta_rule.triton_launch import Tiles, choose_tiles, delta_rule_triton
+
+
+class Shape(NamedTuple):
+    """What is computed: `batch` rows of `time` steps."""
+
+    batch: int
+    time: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+    def nbytes(self) -> int:
+        """What must be read and written once, in bf16 with fp32 gates."""
+        tokens = self.batch * self.time
+        channels = 2 * self.key_heads * self.key_width + 2 * self.value_heads * self.value_width
+        return tokens * (2 * channels + 6 * self.value_heads)
+
+
+SHAPES = [
+    Shape(8, 8192, 16, 32, 64, 128),
+    Shape(8, 8192, 16, 32, 32, 128),
+    Shape(8, 8192, 16, 32, 128, 128),
+    Shape(8, 8192, 16, 32, 96, 128),
+    Shape(8, 2048, 6, 6, 128, 512),
+    Shape(8, 2048, 6, 6, 256, 512),
+    Shape(1, 2048, 6, 6, 128, 512),
+    Shape(2, 4096, 16, 32, 64, 128),
+]
+SMALL = Shape(2, 100, 1, 2, 32, 16)
+
+
+class Operands(NamedTuple):
+    """Of one call."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    g: torch.Tensor
+
+
+def operands(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Operands:
+    """Random ones: q and k not normalised, gates like those of a trained model."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*axes: int) -> torch.Tensor:
+        return torch.randn(shape.batch, shape.time, *axes, generator=generator, device=device, dtype=dtype)
+
+    heads = shape.value_heads
+    return Operands(
+        normal(shape.key_heads, shape.key_width),
+        normal(shape.key_heads, shape.key_width),
+        normal(heads, shape.value_width),
+        normal(heads).sigmoid(),
+        -0.05 * normal(heads).float().exp(),
+    )
+
+
+def implementations(
+    shape: Shape, dtype: torch.dtype, every_tile: bool
+) -> Iterator[tuple[str, Callable[[Operands], Any]]]:
+    """By name; each takes operands and returns the output."""
+
+    def ours(tiles: Tiles | None) -> Callable[[Operands], Any]:
+        return lambda x: delta_rule_triton(
+            x.q, x.k, x.v, x.beta, x.g, None, shape.key_width**-0.5, None, None, qk_l2norm=True, final_state=False,
+            tiles=tiles,
+        )[0]  # fmt: skip
+
+    yield "triton", ours(None)
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+
+        yield "fla", lambda x: chunk_gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, use_qk_l2norm_in_kernel=True)[0]
+    except ImportError:
+        pass
+    if not every_tile:
+        return
+    default = choose_tiles(shape.key_width, shape.value_width, shape.batch * shape.value_heads, dtype)
+    choices = itertools.product((64,), (128, 64, 32), (4, 8), (1, 2, 3), (4,))
+    # The two kernels do not depend on each other's warps: one is varied at a time.
+    others = [(*default[:4], 8), (*default[:4], 2), (32, default.value_block, 4, 2, 4), (32, 128, 4, 2, 4)]
+    for tiles in dict.fromkeys(Tiles(*choice) for choice in (*choices, *others)):
+        if tiles.value_block <= shape.value_width:
+            yield "triton " + " ".join(map(str, tiles)), ours(tiles)
+
+
+def main() -> None:
+    """Read the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no other row is begun")
+    parser.add_argument("--tiles", action="store_true", help="all tiles, for the first shape")
+    parser.add_argument("--small", action="store_true", help="one small shape, wherever it can run")
+    parser.add_argument("--warm", type=int, default=0, help="processes that compile everything beforehand")
+    options = parser.parse_args()
+    if options.warm:
+        _compile(options.warm, options.tiles)
+    begun = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with options.output.open("w") as file:
+        for number, shape in enumerate([SMALL] if options.small else SHAPES):
+            bandwidth = timing.copy_bandwidth(device) if number == 0 else bandwidth
+            few = shape._replace(batch=1, time=min(shape.time, 1024))
+            probe = operands(few, dtype, device, 1)
+            wide = Operands(*(x.float() for x in probe))
+            truth = delta_rule(*wide, qk_l2norm=True, impl="chunked").output
+            plain = delta_rule(*probe, qk_l2norm=True, impl="chunked").output
+            allowed = 2 * _error(plain, truth) + torch.finfo(dtype).eps
+            sets = [operands(shape, dtype, device, seed) for seed in range(timing.copies(shape.nbytes(), device))]
+            for name, call in implementations(shape, dtype, options.tiles and number == 0):
+                if time.monotonic() - begun > options.budget:
+                    return
+                row: dict[str, Any] = {**shape._asdict(), "impl": name, "floor_ms": 1e3 * shape.nbytes() / bandwidth}
+                try:
+                    row["error"] = _error(call(probe), truth)
+                    row["allowed"] = allowed
+                    if row["error"] <= allowed:
+                        took = timing.measure([lambda x=x: call(x) for x in sets], device, graph=True, limit=2.0)
+                        row["ms"] = 1e3 * took.seconds
+                        row["kernels_us"] = _kernels(lambda: call(sets[0]), device)
+                except Exception as error:
+                    row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+                print(json.dumps(row), file=file, flush=True)
+                print({key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+            if time.monotonic() - begun < options.budget and shape.time == 4096:
+                _gradients(shape, sets, device, file)
+            timing.free(device)
+
+
+def _gradients(shape: Shape, sets: list[Operands], device: torch.device, file: Any) -> None:
+    """Rows of forward and backward together, whose correctness is the tests' business."""
+    for impl in ("triton", "fla", "chunked"):
+        row: dict[str, Any] = {**shape._asdict(), "impl": impl, "passes": "forward + backward"}
+
+        def call(x: Operands, impl: str = impl) -> torch.Tensor:
+            return delta_rule(*x, qk_l2norm=True, impl=impl).output
+
+        try:
+            took = timing.measure(_both(call, sets[0]), device, limit=2.0)
+            row |= {"ms": 1e3 * took.seconds, "kernels_us": _kernels(_both(call, sets[0]), device)}
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+        print(json.dumps(row), file=file, flush=True)
+        print(row, flush=True)
+
+
+def _compile(processes: int, tiles: bool) -> None:
+    """Fill triton's cache, many kernels at a time."""
+    names = [
+        (shape, name)
+        for number, shape in enumerate(SHAPES)
+        for name, _ in implementations(shape, torch.bfloat16, tiles and number == 0)
+        if name.startswith("triton")
+    ]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.starmap(_compile_one, names, chunksize=1)
+
+
+def _compile_one(shape: Shape, name: str) -> None:
+    probe = operands(shape._replace(batch=1, time=1024), torch.bfloat16, torch.device("cuda"), 1)
+    with contextlib.suppress(Exception):
+        dict(implementations(shape, torch.bfloat16, True))[name](probe)
+
+
+def _both(call: Callable[[Operands], Any], x: Operands) -> Callable[[], Any]:
+    """Forward and backward."""
+    leaves = Operands(*(each.detach().requires_grad_() for each in x))
+    upstream = torch.ones_like(x.v)
+    return lambda: torch.autograd.grad(call(leaves), leaves, upstream)
+
+
+def _error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.float() - truth.float()).norm() / truth.float().norm())
+
+
+def _kernels(call: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Microseconds of each kernel of one call."""
+    if device.type != "cuda":
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        call()
+        timing.synchronize(device)
+    return {each.key[:40]: each.device_time_total for each in record.key_averages() if each.device_time_total > 5}
+
+
+if __name__ == "__main__":
+    main()

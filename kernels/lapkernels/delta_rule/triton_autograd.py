@@ -1,0 +1,187 @@
+"""The Triton kernels of the chunked form as one differentiable call."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lapkernels.delta_rule.reference import compute_dtype
+from lapkernels.delta_rule.triton_backward import channel_gradients, gate_gradients, pair_gradients, walk_back
+from lapkernels.delta_rule.triton_launch import (
+    Kept,
+    Tiles,
+    choose_tiles,
+    delta_rule_triton,
+    empty,
+    key_blocks,
+    layout_of,
+)
+
+
+def delta_rule_triton_with_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    erase: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    qk_l2norm: bool = False,
+    norm_eps: float = 1e-6,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `delta_rule_triton`, with gradients to all tensors: the output and the final state."""
+    return _DeltaRule.apply(q, k, v, beta, g, erase, initial_state, cu_seqlens, scale, qk_l2norm, norm_eps, tiles)
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        g: Tensor | None,
+        erase: Tensor | None,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        scale: float,
+        qk_l2norm: bool,
+        norm_eps: float,
+        tiles: Tiles | None,
+    ) -> tuple[Tensor, Tensor]:
+        output, final, kept = delta_rule_triton(
+            q, k, v, beta, g, erase, scale, initial_state, cu_seqlens,
+            qk_l2norm=qk_l2norm, norm_eps=norm_eps, keep=True, tiles=tiles,
+        )  # fmt: skip
+        assert kept is not None
+        assert final is not None
+        ctx.save_for_backward(q, k, v, beta, g, erase, initial_state, cu_seqlens, *kept)
+        ctx.settings = (scale, qk_l2norm, tiles)
+        return output, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, g, erase, initial_state, cu_seqlens, *kept = ctx.saved_tensors
+        scale, qk_l2norm, tiles = ctx.settings
+        found = _gradients(
+            q, k, v, beta, g, erase, initial_state, cu_seqlens, Kept(*kept), *gradients, scale, qk_l2norm, tiles
+        )
+        return (*found, None, None, None, None, None)
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    erase: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kept: Kept,
+    d_output: Tensor,
+    d_final: Tensor,
+    scale: float,
+    qk_l2norm: bool,
+    tiles: Tiles | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, beta, g, erase and the initial state, in the order of the arguments."""
+    _, time, key_heads, key_width = q.shape
+    value_heads, value_width = v.shape[2:]
+    repeats = value_heads // key_heads
+    if tiles is None:
+        sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        tiles = choose_tiles(key_width, value_width, sequences * value_heads, q.dtype)
+    chunk = tiles.chunk
+    layout = layout_of(q, cu_seqlens, chunk)
+    q_, k_, v_, d_o = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, d_output))
+    x = k_ if erase is None else erase if erase.stride(-1) == 1 else erase.contiguous()
+    per_value_head = erase is not None and erase.shape[2] == value_heads and repeats > 1
+    block0, block1 = key_blocks(key_width)
+    channels = key_tile(key_width)
+    blocks = -(-key_width // channels)
+    all_chunks = layout.all_chunks
+    wide = compute_dtype(q)
+
+    ends = torch.empty_like(kept.starts)
+    d_b = torch.empty_like(kept.updates)
+    d_initial = empty(q, (layout.count, value_heads, key_width, value_width), dtype=wide)
+    table, bounds, chunk_starts = (
+        kept.total if each is None else each for each in (layout.table, layout.bounds, layout.chunk_starts)
+    )
+    shared = {
+        "H": key_heads, "R": repeats, "K": key_width, "V": value_width, "C": chunk, "GATED": g is not None,
+        "ERASE": erase is not None, "ERASE_R": per_value_head, "NORM": qk_l2norm, "PACKED": cu_seqlens is not None,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    inputs = (*q_.stride()[:3], *k_.stride()[:3], *x.stride()[:3])
+    upstream = (*d_o.stride()[:3], *beta.stride())
+    walk_back[(layout.count * value_heads * -(-value_width // tiles.value_block),)](
+        q_, k_, x, d_o, beta, kept.total, kept.solved, kept.norms, d_final.contiguous(), d_initial, ends, d_b, bounds,
+        chunk_starts, scale, time, layout.chunks, all_chunks, *inputs, *upstream, **shared,
+        BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None, FINAL=True,
+        num_warps=tiles.walk_warps, num_stages=tiles.walk_stages,
+    )  # fmt: skip
+
+    per_step = (all_chunks, value_heads, chunk)
+    d_read, d_erased = (empty(q, (*per_step, chunk)) for _ in range(2))
+    total_by_pairs, beta_by_pairs = (empty(q, per_step, dtype=wide) for _ in range(2))
+    total_by_channels, beta_by_channels = (empty(q, (blocks, *per_step), dtype=wide) for _ in range(2))
+    value_tile = min(64 if q.dtype != torch.float32 else 32, max(16, triton.next_power_of_2(value_width)))
+    pair_gradients[(all_chunks * value_heads,)](
+        q_, k_, x, d_o, beta, kept.total, kept.norms, kept.updates, d_b, d_read, d_erased, total_by_pairs,
+        beta_by_pairs, table, bounds, scale, time, layout.chunks, all_chunks, *inputs, *upstream, **shared,
+        BK=channels, BV=value_tile, num_warps=4,
+    )  # fmt: skip
+    # The normalisation needs all channels of a head: in the kernel where one block holds them, else afterwards.
+    afterwards = qk_l2norm and blocks > 1
+    d_q, d_k = (torch.empty(q.shape, dtype=wide if afterwards else q.dtype, device=q.device) for _ in range(2))
+    d_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    d_x = d_q if erase is None else torch.empty(erase.shape, dtype=erase.dtype, device=q.device)
+    channel_gradients[(all_chunks * key_heads, blocks)](
+        q_, k_, x, v_, d_o, beta, kept.total, kept.norms, kept.starts, ends, kept.updates, d_b, d_read, d_erased,
+        d_q, d_k, d_x, d_v, total_by_channels, beta_by_channels, table, bounds, scale, time, layout.chunks, all_chunks,
+        *inputs, *v_.stride()[:3], *upstream, *d_q.stride()[:3], *d_x.stride()[:3], *d_v.stride()[:3], **shared,
+        BK=channels, BV=value_tile, UNNORM=qk_l2norm and not afterwards, num_warps=4,
+    )  # fmt: skip
+    d_beta = torch.empty(beta.shape, dtype=beta.dtype, device=q.device)
+    d_g = d_beta if g is None else torch.empty(g.shape, dtype=g.dtype, device=q.device)
+    gate_gradients[(all_chunks * value_heads,)](
+        total_by_pairs, total_by_channels, beta_by_pairs, beta_by_channels, d_g, d_beta, table, bounds,
+        time, layout.chunks, all_chunks, *d_g.stride(), *d_beta.stride(),
+        HV=value_heads, C=chunk, BLOCKS=blocks, GATED=g is not None, PACKED=cu_seqlens is not None, num_warps=2,
+    )  # fmt: skip
+    if afterwards:
+        d_q, d_k = (_through_norm(each, grad) for each, grad in ((q, d_q), (k, d_k)))
+    return (
+        d_q,
+        d_k,
+        d_v,
+        d_beta,
+        None if g is None else d_g,
+        None if erase is None else d_x,
+        None if initial_state is None else d_initial.to(initial_state.dtype),
+    )
+
+
+def key_tile(width: int) -> int:
+    """Channels of K whose gradients one program holds."""
+    if width % 64 in range(1, 33) and width > 32:
+        return 32
+    return min(64, max(16, triton.next_power_of_2(width)))
+
+
+def _through_norm(x: Tensor, gradient: Tensor, eps: float = 1e-6) -> Tensor:
+    """The gradient of x from that of `x / sqrt(sum x^2 + eps)`."""
+    wide = x.to(gradient.dtype)
+    over = torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)
+    unit = wide * over
+    return (over * (gradient - unit * (unit * gradient).sum(-1, keepdim=True))).to(x.dtype)

@@ -1,0 +1,63 @@
+"""The operator through the Triton kernels of this folder: what they take, and the call; triton is imported at the first one."""
+
+import torch
+from torch import Tensor
+
+from lapkernels import verdicts
+from lapkernels._triton import is_interpreted, kernels_can_run
+
+WIDEST_KEY = 256
+"""A program of the walk holds all of K; wider ones would not fit its registers."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_unavailable(device: torch.device, dtype: torch.dtype, key_width: int) -> str | None:
+    """Why the kernels cannot run a call, or `None`."""
+    if not kernels_can_run(device):
+        return (
+            "triton is missing" if device.type == "cuda" else f"triton kernels need a GPU; the tensors are on {device}"
+        )
+    if dtype not in _DTYPES:
+        return f"there is no Triton kernel of the delta rule for {dtype}"
+    if is_interpreted() and dtype == torch.bfloat16:
+        return "triton's interpreter multiplies bfloat16 wrongly"
+    if key_width > WIDEST_KEY:
+        return f"the Triton kernels take keys up to {WIDEST_KEY} wide, not {key_width}"
+    return None
+
+
+def why_wrong(device: torch.device, *, variant: str, needs_gradient: bool) -> str | None:
+    """Why the kernels were found wrong here, or `None`."""
+    return verdicts.why_wrong("delta_rule", "triton", device, variant=variant, needs_gradient=needs_gradient)
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    erase: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    *,
+    qk_l2norm: bool,
+    norm_eps: float,
+    needs_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The output and the final state; arguments as `delta_rule` has checked and completed them."""
+    from lapkernels.delta_rule.triton_autograd import delta_rule_triton_with_gradients
+    from lapkernels.delta_rule.triton_launch import delta_rule_triton
+
+    with torch.autocast(q.device.type, enabled=False):
+        if needs_gradient:
+            return delta_rule_triton_with_gradients(
+                q, k, v, beta, g, erase, scale, initial_state, cu_seqlens, qk_l2norm=qk_l2norm, norm_eps=norm_eps
+            )
+        output, state, _ = delta_rule_triton(
+            q, k, v, beta, g, erase, scale, initial_state, cu_seqlens,
+            qk_l2norm=qk_l2norm, norm_eps=norm_eps, final_state=output_final_state,
+        )  # fmt: skip
+        return output, state

@@ -1,0 +1,214 @@
+"""What the Triton kernels of the chunked form are launched with: tiles, scratch, and how packed sequences lie."""
+
+import os
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from lapkernels.delta_rule.reference import compute_dtype
+from lapkernels.delta_rule.triton_chunked import prepare, walk
+from lapkernels.delta_rule.validation import read_boundaries
+
+SUBSTITUTED = 16
+"""Steps of a block that is inverted row by row; what is below by products, which tensor cores take from 16 on."""
+
+
+class Tiles(NamedTuple):
+    """How the kernels are cut up.
+
+    Attributes:
+        chunk: C, 16, 32 or 64.
+        value_block: BV, channels of V that a program of the walk holds.
+        walk_warps: of the walk.
+        walk_stages: of the walk's loads.
+        prepare_warps: of the other kernel.
+    """
+
+    chunk: int
+    value_block: int
+    walk_warps: int
+    walk_stages: int
+    prepare_warps: int
+
+
+class Kept(NamedTuple):
+    """What a backward pass needs of the forward pass.
+
+    Attributes:
+        total: running sums of the log decay, `[M, HV, C]`; empty without a gate.
+        solved: `(I + A)^-1`, `[M, HV, C, C]`.
+        norms: one over the lengths of q and of k, `[2, M, H, C]`; empty without normalisation.
+        starts: the state before each chunk, `[M, HV, K, V]`.
+        updates: what is written, `[M, HV, C, V]`.
+    """
+
+    total: Tensor
+    solved: Tensor
+    norms: Tensor
+    starts: Tensor
+    updates: Tensor
+
+
+def key_blocks(width: int) -> tuple[int, int]:
+    """K as one block of a power of two, or as two where that covers less: 96 is 64 + 32, 100 is 128."""
+    whole = max(16, triton.next_power_of_2(width))
+    half = whole // 2
+    if half < 16 or width <= half:
+        return whole, 0
+    rest = max(16, triton.next_power_of_2(width - half))
+    return (half, rest) if half + rest < whole else (whole, 0)
+
+
+def choose_tiles(key_width: int, value_width: int, programs: int, dtype: torch.dtype) -> Tiles:
+    """The tiles for a call.
+
+    Args:
+        key_width: K.
+        value_width: V.
+        programs: sequences times value heads.
+        dtype: of q, k and v.
+    """
+    widest = 128 if key_width <= 64 else 64 if key_width <= 128 else 32
+    block = min(widest, max(16, triton.next_power_of_2(value_width)))
+    # A walk is one program after another's heels: too few of them leave processors idle.
+    while block > 32 and programs * -(-value_width // block) < 128:
+        block //= 2
+    if dtype == torch.float32:
+        return Tiles(32, min(block, 32), 4, 1, 4)
+    return Tiles(64, block, 8 if block == 128 or key_width > 128 else 4, 2, 4)
+
+
+class Layout(NamedTuple):
+    """How steps make chunks; the tensors are `None` for rows of one length."""
+
+    count: int
+    chunks: int
+    all_chunks: int
+    table: Tensor | None
+    bounds: Tensor | None
+    chunk_starts: Tensor | None
+
+
+@lru_cache(maxsize=8)
+def _packed_layout(bounds: tuple[int, ...], chunk: int, device: torch.device) -> Layout:
+    with torch.inference_mode(False):
+        lengths = torch.tensor(bounds).diff()
+        counts = (lengths + chunk - 1) // chunk
+        starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+        sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        index = torch.arange(int(starts[-1])) - starts[sequence]
+        table = torch.stack((sequence, index), 1).to(device, torch.int32)
+        return Layout(
+            len(counts), 0, len(table), table,
+            torch.tensor(bounds, dtype=torch.int32).to(device), starts.to(device, torch.int32),
+        )  # fmt: skip
+
+
+def layout_of(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> Layout:
+    batch, time = q.shape[:2]
+    if cu_seqlens is None:
+        chunks = -(-time // chunk)
+        return Layout(batch, chunks, batch * chunks, None, None, None)
+    return _packed_layout(tuple(read_boundaries(cu_seqlens, time)), chunk, q.device)
+
+
+def delta_rule_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    erase: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    qk_l2norm: bool = False,
+    norm_eps: float = 1e-6,
+    final_state: bool = True,
+    keep: bool = False,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor | None, Kept | None]:
+    """Run both kernels. Arguments as `delta_rule` has checked and completed them; `erase` `None` means `k`.
+
+    Args:
+        q: as of `delta_rule`, like the following ones.
+        k: likewise.
+        v: likewise.
+        beta: likewise.
+        g: likewise.
+        erase: likewise.
+        scale: likewise.
+        initial_state: likewise.
+        cu_seqlens: likewise.
+        qk_l2norm: whether q and k are still to be normalised.
+        norm_eps: added to their squared lengths.
+        final_state: whether to return it.
+        keep: whether to keep what a backward pass needs.
+        tiles: instead of `choose_tiles`.
+
+    Returns:
+        The output `[B, T, HV, V]` in v's dtype, the final state in fp32, and what is kept.
+    """
+    batch, time, key_heads, key_width = q.shape
+    value_heads, value_width = v.shape[2:]
+    wide = compute_dtype(q)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    if tiles is None:
+        tiles = choose_tiles(key_width, value_width, sequences * value_heads, q.dtype)
+    chunk = tiles.chunk
+    layout = layout_of(q, cu_seqlens, chunk)
+    all_chunks = layout.all_chunks
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    x = k if erase is None else erase if erase.stride(-1) == 1 else erase.contiguous()
+    gate = beta if g is None else g
+    repeats = value_heads // key_heads
+    per_value_head = erase is not None and erase.shape[2] == value_heads and repeats > 1
+    block0, block1 = key_blocks(key_width)
+
+    running = torch.float64 if q.dtype == torch.float32 else torch.float32
+    total = empty(q, (all_chunks, value_heads, chunk) if g is not None else (0,), dtype=running)
+    solved = empty(q, (all_chunks, value_heads, chunk, chunk))
+    norms = empty(q, (2, all_chunks, key_heads, chunk) if qk_l2norm else (0,), dtype=torch.float32)
+    output = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final = empty(q, (layout.count, value_heads, key_width, value_width) if final_state else (0,), dtype=wide)
+    starts = empty(q, (all_chunks, value_heads, key_width, value_width) if keep else (0,))
+    updates = empty(q, (all_chunks, value_heads, chunk, value_width) if keep else (0,))
+    initial = final if initial_state is None else initial_state.contiguous()
+    table, bounds, chunk_starts = (
+        total if x is None else x for x in (layout.table, layout.bounds, layout.chunk_starts)
+    )
+    packed = cu_seqlens is not None
+    exact = q.dtype == torch.float32
+    shared = {
+        "H": key_heads, "R": repeats, "K": key_width, "C": chunk, "BK0": block0, "BK1": block1,
+        "GATED": g is not None, "ERASE": erase is not None, "ERASE_R": per_value_head, "NORM": qk_l2norm,
+        "PACKED": packed, "PRECISION": "ieee" if exact else "tf32",
+    }  # fmt: skip
+    prepare[(all_chunks * key_heads,)](
+        q, k, x, gate, beta, total, solved, norms, table, bounds, time, layout.chunks,
+        *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *gate.stride(), *beta.stride(),
+        **shared, EPS=norm_eps, B=min(SUBSTITUTED, chunk), SOLVE="ieee" if exact else solve_precision(),
+        num_warps=tiles.prepare_warps,
+    )  # fmt: skip
+    walk[(layout.count * value_heads * -(-value_width // tiles.value_block),)](
+        q, k, x, v, beta, output, total, solved, norms, initial, final, starts, updates, bounds, chunk_starts,
+        scale, time, layout.chunks, all_chunks,
+        *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *beta.stride(), *output.stride()[:3],
+        **shared, V=value_width, BV=tiles.value_block, INITIAL=initial_state is not None, FINAL=final_state,
+        KEEP=keep, num_warps=tiles.walk_warps, num_stages=tiles.walk_stages,
+    )  # fmt: skip
+    return output, final if final_state else None, Kept(total, solved, norms, starts, updates) if keep else None
+
+
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """Fresh memory beside a tensor, of its dtype unless another is named."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def solve_precision() -> str:
+    """Of the products that invert half-precision chunks: their result is rounded to half precision anyway."""
+    return os.environ.get("LAPKERNELS_SOLVE_PRECISION", "tf32")

@@ -1,0 +1,173 @@
+"""Cases of the chunked delta rule's Triton kernels, for tests in the interpreter and on a GPU."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from lapkernels.delta_rule.api import DeltaRuleOutput, delta_rule
+from lapkernels.delta_rule.triton_autograd import delta_rule_triton_with_gradients
+from lapkernels.delta_rule.triton_launch import Tiles
+from lapkernels.testing import (
+    DeltaRuleInputs,
+    assert_as_precise,
+    delta_rule_inputs,
+    output_state_and_gradients,
+    relative_error,
+    transition_recurrence,
+)
+
+CASES: dict[str, dict] = {
+    "no gate, no state, one step": {"time": 1, "gate": None, "key_width": 16, "value_width": 16},
+    "gated, a last chunk that is not full": {"time": 67, "key_width": 64, "value_width": 16, "state": True},
+    "whole chunks": {"batch": 1, "time": 128, "key_width": 32, "value_width": 32},
+    "grouped heads, K 48": {"time": 37, "key_heads": 1, "value_heads": 2, "key_width": 48, "value_width": 24},
+    "K 96, V 40": {"batch": 1, "time": 70, "key_heads": 1, "key_width": 96, "value_width": 40, "state": True},
+    "K 100": {"batch": 1, "time": 35, "key_heads": 1, "key_width": 100, "value_width": 16},
+    "K 192, V 128": {"batch": 1, "time": 33, "key_heads": 1, "key_width": 192, "value_width": 128},
+    "an erase direction a key head": {"time": 70, "key_heads": 1, "value_heads": 2, "gate": 0.05, "erase": "key",
+                                      "key_width": 32, "value_width": 16, "state": True},
+    "an erase direction a value head": {"time": 35, "value_heads": 4, "erase": "value", "key_width": 24,
+                                        "value_width": 16},
+    "an erase direction without a gate": {"time": 35, "gate": None, "erase": "value", "key_width": 16,
+                                          "value_width": 16, "state": True},
+}  # fmt: skip
+
+
+def run(inputs: DeltaRuleInputs, **options) -> DeltaRuleOutput:
+    """Through the public function."""
+    return delta_rule(**inputs.tensors(), output_final_state=True, **{"impl": "triton", **options})
+
+
+def check(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Output, state and all gradients of a case, as near the fp64 recurrence as its own dtype allows."""
+    compare(delta_rule_inputs(**CASES[name]).to(dtype), device)
+
+
+def compare(narrow: DeltaRuleInputs, device: str, run=run) -> None:
+    """The same for any arguments, and for any other way to run the kernels."""
+    dtype = narrow.q.dtype
+    wide = narrow.to(torch.float64)
+    if dtype == torch.float32:
+        plain = output_state_and_gradients(lambda x: run_reference(x), narrow)
+    else:
+        plain = output_state_and_gradients(lambda x: transition_recurrence(x, rounding=dtype), wide)
+    assert_as_precise(
+        actual=output_state_and_gradients(run, narrow.to(device=device)),
+        truth=output_state_and_gradients(transition_recurrence, wide),
+        yardstick=plain,
+        dtype=dtype,
+        terms=64,
+    )
+
+
+def run_reference(inputs: DeltaRuleInputs) -> DeltaRuleOutput:
+    """Step by step."""
+    return run(inputs, impl="reference")
+
+
+def check_tiles(tiles: Tiles, dtype: torch.dtype, device: str = "cpu") -> None:
+    """One case with tiles of one's own: chunks of 16 to 64, V in several blocks."""
+
+    def with_tiles(x: DeltaRuleInputs) -> tuple[Tensor, Tensor]:
+        return delta_rule_triton_with_gradients(
+            x.q, x.k, x.v, x.beta, x.g, x.erase, x.q.shape[-1] ** -0.5, x.initial_state, None, tiles=tiles
+        )
+
+    inputs = delta_rule_inputs(time=70, key_heads=1, value_heads=2, key_width=32, value_width=48, state=True)
+    compare(inputs.to(dtype), device, with_tiles)
+
+
+def check_norm(key_width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """The normalisation in the kernels against the normalisation before them, gradients too."""
+    inputs = delta_rule_inputs(batch=1, time=37, key_heads=1, value_heads=2, key_width=key_width, value_width=16)
+    longer = DeltaRuleInputs(3 * inputs.q, 0.5 * inputs.k, inputs.v, inputs.beta, inputs.g).to(dtype, device)
+    fused = output_state_and_gradients(lambda x: run(x, qk_l2norm=True), longer)
+    truth = output_state_and_gradients(lambda x: run(x, impl="reference", qk_l2norm=True), longer.to(torch.float64))
+    for name, right in truth.items():
+        # Some 64 rounded terms in each sum.
+        assert relative_error(fused[name].double(), right) < 8 * torch.finfo(dtype).eps, name
+
+
+def check_packed(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Packed sequences as each alone, with states and gradients of their own."""
+    bounds = [0, 1, 18, 82, 85]
+    count = len(bounds) - 1
+    inputs = delta_rule_inputs(
+        batch=1, time=85, key_heads=1, value_heads=2, key_width=16, value_width=16, state=True, sequences=count
+    ).to(dtype, device)
+    boundaries = torch.tensor(bounds)
+    packed = output_state_and_gradients(lambda x: run(x, cu_seqlens=boundaries), inputs)
+
+    def one_by_one(x: DeltaRuleInputs) -> tuple[Tensor, Tensor]:
+        assert x.initial_state is not None
+        parts = [
+            run(x.time_slice(start, stop, x.initial_state[n : n + 1]))
+            for n, (start, stop) in enumerate(itertools.pairwise(bounds))
+        ]
+        return torch.cat([part.output for part in parts], 1), torch.cat([part.final_state for part in parts])
+
+    for name, alone in output_state_and_gradients(one_by_one, inputs).items():
+        assert relative_error(packed[name], alone) < 8 * torch.finfo(dtype).eps, name
+
+
+def check_zeros(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Case 8: all-zero q and k, normalised or not, leave results and gradients finite."""
+    inputs = delta_rule_inputs(batch=1, time=20, key_heads=1, key_width=16, value_width=16).to(dtype, device)
+    none = DeltaRuleInputs(0 * inputs.q, 0 * inputs.k, inputs.v, inputs.beta, inputs.g)
+    for norm in (False, True):
+        for name, found in output_state_and_gradients(lambda x, norm=norm: run(x, qk_l2norm=norm), none).items():
+            assert bool(found.isfinite().all()), name
+
+
+def check_strong_decay(dtype: torch.dtype, device: str = "cpu") -> None:
+    """A gate of -50 at every fifth step: differences of running sums cancel, exponentials do not overflow."""
+    inputs = delta_rule_inputs(batch=1, time=70, key_heads=1, key_width=16, value_width=16, gate=0.1)
+    assert inputs.g is not None
+    inputs.g[:, ::5] = -50
+    compare(inputs.to(dtype), device)
+
+
+def check_repeated_keys(dtype: torch.dtype, device: str = "cpu") -> None:
+    """One key at every step, written whole: powers of A grow like binomials, `(I + A)^-1` does not."""
+    inputs = delta_rule_inputs(batch=1, time=64, key_heads=1, key_width=16, value_width=16, gate=None)
+    inputs.k[:] = inputs.k[:, :1]
+    inputs.beta[:] = 1
+    compare(inputs.to(dtype), device)
+
+
+def check_poisoned(device: str = "cpu") -> None:
+    """Whatever lies beside the arguments, and in fresh memory, reaches no result (case 1)."""
+    inputs = delta_rule_inputs(batch=1, time=35, key_heads=1, key_width=20, value_width=24).to(torch.float32, device)
+    expected = output_state_and_gradients(run, inputs)
+    beside = {}
+    for name, x in inputs.tensors().items():
+        wide = torch.full((*x.shape[:1], x.shape[1] + 64, *x.shape[2:]), 1e30, device=device)
+        wide[:, 32 : 32 + x.shape[1]] = x
+        beside[name] = wide[:, 32 : 32 + x.shape[1]]
+
+    fresh = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = fresh(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    torch.empty = poisoned
+    try:
+        found = output_state_and_gradients(run, DeltaRuleInputs(**beside))
+    finally:
+        torch.empty = fresh
+    for name, right in expected.items():
+        assert torch.equal(found[name], right), name
+
+
+def check_all(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Everything above but the tiles and the neighbours."""
+    for name in CASES:
+        check(name, dtype, device)
+    for key_width in (16, 96):
+        check_norm(key_width, dtype, device)
+    check_packed(dtype, device)
+    check_zeros(dtype, device)
+    check_strong_decay(dtype, device)
+    check_repeated_keys(dtype, device)

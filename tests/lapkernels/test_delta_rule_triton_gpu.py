@@ -1,0 +1,100 @@
+"""The chunked Triton kernels, compiled."""
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+if torch.cuda.is_available():
+    from lapkernels.delta_rule.triton_launch import Tiles
+    from lapkernels.testing import delta_rule_inputs
+    from lapkernels.testing_chunks import (
+        CASES,
+        check,
+        check_norm,
+        check_packed,
+        check_poisoned,
+        check_repeated_keys,
+        check_strong_decay,
+        check_tiles,
+        check_zeros,
+        compare,
+        run,
+    )
+else:
+    CASES = {}
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _true_fp32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_recurrence(name, dtype):
+    check(name, dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("key_width", [32, 48, 64, 96, 128, 192, 256], ids="K{}".format)
+def test_widths(key_width, dtype):
+    """Case 2; several chunks, which is where the compilers of triton 3.4 to 3.7.0 went wrong for others (case 14)."""
+    inputs = delta_rule_inputs(time=200, value_heads=4, key_width=key_width, value_width=128, state=True, gate=0.1)
+    compare(inputs.to(dtype), "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("value_width", [64, 256, 512], ids="V{}".format)
+def test_value_widths(value_width, dtype):
+    inputs = delta_rule_inputs(batch=1, time=130, key_heads=1, key_width=64, value_width=value_width, gate=0.1)
+    compare(inputs.to(dtype), "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("chunk", [16, 32, 64], ids="C{}".format)
+@pytest.mark.parametrize("block", [16, 32, 64], ids="BV{}".format)
+def test_tiles(chunk, block, dtype):
+    check_tiles(Tiles(chunk, block, 4, 2, 4), dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("key_width", [16, 64, 96, 128], ids="K{}".format)
+def test_the_normalisation(key_width, dtype):
+    check_norm(key_width, dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "property_", [check_packed, check_zeros, check_strong_decay, check_repeated_keys] if CASES else [], ids=str
+)
+def test_properties(property_, dtype):
+    property_(dtype, "cuda")
+
+
+def test_neighbours_do_not_reach_the_result():
+    check_poisoned("cuda")
+
+
+def test_captured_in_a_cuda_graph():
+    inputs = delta_rule_inputs(time=130, value_heads=4, key_width=64, value_width=64, state=True)
+    inputs = inputs.to(torch.bfloat16, "cuda")
+    other = delta_rule_inputs(time=130, value_heads=4, key_width=64, value_width=64, state=True, seed=5)
+    with torch.no_grad():
+        run(inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run(inputs)
+        for name, tensor in inputs.tensors().items():
+            tensor.copy_(other.tensors()[name])
+        graph.replay()
+        torch.cuda.synchronize()
+        eager = run(inputs)
+    assert torch.equal(captured.output, eager.output)
+    assert torch.equal(captured.final_state, eager.final_state)
