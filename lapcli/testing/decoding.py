@@ -15,10 +15,14 @@ def prompts_of(*lengths: int, seed: int = 0, low: int = 3, high: int = 259) -> l
     return [torch.randint(low, high, (length,), generator=generator).tolist() for length in lengths]
 
 
-def full_logits(model: Any, tokens: Sequence[int]) -> Tensor:
-    """The model's own single pass, without a cache: logits `[vocabulary]` after the last token."""
+def full_logits(model: Any, tokens: Sequence[int], last: int | None = None) -> Tensor:
+    """The model's own single pass, without a cache: logits `[vocabulary]` after the last token.
+
+    Or, with `last`, `[last, vocabulary]` after each of so many.
+    """
     with torch.no_grad():
-        return model(input_ids=torch.tensor([list(tokens)], device=model.device)).logits[0, -1]
+        logits = model(input_ids=torch.tensor([list(tokens)], device=model.device)).logits[0]
+    return logits[-1] if last is None else logits[-last:]
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
