@@ -121,10 +121,13 @@ def _apart(mine: float, other: float) -> float:
 def _documents(task: Any, tokenizer: Any, items: int, max_length: int) -> int:
     """How many first documents give so many items, or all of them."""
     there = len(task.eval_docs)
-    documents = 1
-    while documents < there and (given := _items(task, documents, tokenizer, max_length)) < items:
-        documents = min(there, max(documents + 1, math.ceil(documents * items / given)))
-    return documents
+    low, high = 0, 1  # too few; enough, once the steps are done
+    while high < there and _items(task, high, tokenizer, max_length) < items:
+        low, high = high, min(there, 2 * high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _items(task, middle, tokenizer, max_length) >= items else (middle, high)
+    return high
 
 
 def _items(task: Any, documents: int, tokenizer: Any, max_length: int) -> int:

@@ -404,7 +404,7 @@ def test_a_length_without_room_is_named(material, tiny, writes):
     assert reporter.warnings[0].startswith("ruler_cwe takes ")
 
 
-SMALL = EvaluationSettings(ruler_lengths=(600, 1200), limit=3)
+SMALL = EvaluationSettings(ruler_lengths=(600, 1200), limit=2)
 
 
 @pytest.fixture(scope="module")
