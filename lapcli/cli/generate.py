@@ -171,12 +171,12 @@ class _Writer:
 
     def __init__(self, rows: int):
         self.held = [""] * rows
-        self.headed = rows > 1
         self.turn = -1
-        self._next()
 
     def show(self, row: int, text: str) -> None:
         """Take new text of a row."""
+        if self.turn < 0:
+            self._next()
         if row == self.turn:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -184,16 +184,18 @@ class _Writer:
             self.held[row] += text
 
     def _next(self) -> None:
+        """Begin the next row: its number, where there are several, and what waited."""
         self.turn += 1
-        if self.headed and self.turn < len(self.held):
-            sys.stdout.write(f"==> {self.turn + 1} <==\n")
+        head = f"==> {self.turn + 1} <==\n" if len(self.held) > 1 else ""
+        sys.stdout.write(head + self.held[self.turn])
 
     def finish(self) -> None:
         """Write what waited, and end the last line."""
-        sys.stdout.write("\n")
         while self.turn + 1 < len(self.held):
+            if self.turn >= 0:
+                sys.stdout.write("\n")
             self._next()
-            sys.stdout.write(self.held[self.turn] + "\n")
+        sys.stdout.write("\n")
         sys.stdout.flush()
 
 
