@@ -75,7 +75,10 @@ def measure(
     several = [calls] if callable(calls) else list(calls)
     graphed = graph and device.type == "cuda"
     medians: list[float] = []
+    one_round: Callable[[], None] | None = None
     for _ in range(trials):
+        # A graph keeps what its calls return: let go of the last one first.
+        del one_round
         one_round = _captured(several, device) if graphed else _in_turn(several)
         if limit is not None:
             # The first round of a trial also compiles; the second tells how long the others will take.
