@@ -115,7 +115,13 @@ def trials(device: torch.device, *, thorough: bool = False) -> list[Trial]:
         device: where the kernels run.
         thorough: at more widths.
     """
-    found = [*_delta_rule(device, thorough), *_delta_step(device), *_attend_step(device)]
+    found = [
+        *_delta_rule(device, thorough),
+        *_delta_step(device),
+        *_ssd_step(device),
+        *_attend_step(device),
+        *_norm(device),
+    ]
     return sorted(found, key=lambda trial: trial.cost)
 
 
@@ -195,19 +201,29 @@ def verdicts_of(checks: Sequence[Check]) -> list[Verdict]:
 
 
 def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
-    from lapkernels.delta_rule import delta_rule, why_not
+    from lapkernels.delta_rule import IMPLEMENTATIONS, delta_rule, why_not
     from lapkernels.delta_rule.fla_backend import variant_of
 
-    half = torch.bfloat16
-    for impl in ("reference", "chunked", "fla"):
-        dtype = half if impl == "fla" else torch.float32
+    for impl in IMPLEMENTATIONS:
+        if impl == "auto":
+            continue
+        # What multiplies in the dtype of its inputs is used with bf16, which triton's interpreter does not know.
+        rounding = impl not in ("reference", "chunked")
+        dtype = torch.bfloat16 if rounding and not (impl == "triton" and device.type == "cpu") else torch.float32
         for gate, erase in ((0.3, None), (None, None), (0.3, "value")):
             variant = variant_of(gated=gate is not None, erasing=erase is not None)
             for way in ("forward", "backward", "decode"):
                 if impl == "reference" and way == "decode":
                     continue  # it takes a step at a time whatever it is given
 
-                def run(impl: str = impl, gate: Any = gate, erase: Any = erase, way: Way = way) -> list[Precision]:
+                def run(
+                    impl: str = impl,
+                    gate: Any = gate,
+                    erase: Any = erase,
+                    way: Way = way,
+                    dtype: torch.dtype = dtype,
+                    rounding: bool = rounding,
+                ) -> list[Precision]:
                     def call(inputs: DeltaRuleInputs) -> tuple[Tensor, Tensor | None]:
                         arguments: dict[str, Any] = dict(inputs.tensors())
                         return delta_rule(**arguments, output_final_state=True, impl=impl)
@@ -218,10 +234,10 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                         width = (
                             (key_width, value_width) if device.type == "cuda" else (key_width // 2, value_width // 4)
                         )
-                        case = _recurrence(way, gate, erase, *width, half if impl == "fla" else torch.float32)
+                        case = _recurrence(way, gate, erase, *width, dtype)
                         # A chunk's products have as many summands as the chunk is long, where the recurrence rounds
                         # each step; sums in fp32 round each term on the key axis too, those of half precision do not.
-                        terms = (1 if way == "decode" else CHUNK) * (1 if impl == "fla" else width[0])
+                        terms = (1 if way == "decode" else CHUNK) * (1 if rounding else width[0])
                         results = _results(call, case.inputs.to(device=device), way)
                         found += precisions(results, case.truth, case.yardstick, case.inputs.q.dtype, terms)
                     return found
@@ -230,7 +246,7 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                     impl, device, dtype, key_width=64, gated=gate is not None, erasing=erase is not None,
                     needs_gradient=way == "backward",
                 )  # fmt: skip
-                cost = 0 if impl != "fla" else 2 if way == "backward" else 1
+                cost = 0 if not rounding else 2 if impl == "fla" and way == "backward" else 1
                 yield Trial("delta_rule", impl, variant, way, dtype, why, run, cost)
 
 
@@ -269,8 +285,8 @@ def _results(
 
 
 def _delta_step(device: torch.device) -> Iterator[Trial]:
-    from lapkernels.delta_step import IMPLEMENTATIONS, why_not
-    from lapkernels.testing_steps import delta_step_case
+    from lapkernels.delta_step import IMPLEMENTATIONS, delta_step, why_not
+    from lapkernels.testing_steps import delta_oracle, delta_step_case
 
     variants: dict[str, dict[str, Any]] = {
         "gated": {},
@@ -278,61 +294,79 @@ def _delta_step(device: torch.device) -> Iterator[Trial]:
         "with query feedback": {"feedback": True},
         "decay by channel": {"decay": "channel"},
     }
-    for impl in IMPLEMENTATIONS:
+    sizes = {"tokens": SHORT, "key_width": STEP_WIDTHS[0], "value_width": STEP_WIDTHS[1]}
+    yield from _steps(
+        "delta_step", delta_step, {name: delta_step_case(**sizes, **options) for name, options in variants.items()},
+        delta_oracle, IMPLEMENTATIONS, why_not, device,
+    )  # fmt: skip
+
+
+def _ssd_step(device: torch.device) -> Iterator[Trial]:
+    from lapkernels.ssd_step import IMPLEMENTATIONS, ssd_step, why_not
+    from lapkernels.testing_steps import ssd_oracle, ssd_step_case
+
+    variants: dict[str, dict[str, Any]] = {"gate first": {}, "norm first": {"gate_first": False}}
+    sizes = {"tokens": SHORT, "state_width": STEP_WIDTHS[0], "head_width": STEP_WIDTHS[1]}
+    yield from _steps(
+        "ssd_step", ssd_step, {name: ssd_step_case(**sizes, **options) for name, options in variants.items()},
+        ssd_oracle, IMPLEMENTATIONS, why_not, device,
+    )  # fmt: skip
+
+
+def _steps(
+    operator: str,
+    step: Any,
+    cases: dict[str, Any],
+    oracle: Any,
+    implementations: Sequence[str],
+    why_not: Any,
+    device: torch.device,
+) -> Iterator[Trial]:
+    """Of a decode step: every token's output and the state at the end, against an oracle over whole sequences.
+
+    Args:
+        operator: its name.
+        step: its function.
+        cases: sequences, by variant; the first with a bf16 state too.
+        oracle: of outputs and states, from a case.
+        implementations: of the operator.
+        why_not: why one of them cannot run.
+        device: where.
+    """
+    from lapkernels.testing_steps import follow
+
+    first = next(iter(cases))
+    for impl in implementations:
         if impl == "auto":
             continue
         dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
-        states = (torch.float32,) if impl == "reference" else (torch.float32, torch.bfloat16)
-        for variant, options in variants.items():
-            for state_dtype in states if variant == "gated" else states[:1]:
+        for variant, whole in cases.items():
+            more = (torch.bfloat16,) if impl != "reference" and variant == first else ()
+            for state_dtype in (torch.float32, *more):
 
                 def run(
-                    impl: str = impl,
-                    options: dict[str, Any] = options,
-                    dtype: torch.dtype = dtype,
-                    state_dtype: torch.dtype = state_dtype,
+                    impl: str = impl, whole: Any = whole, dtype: torch.dtype = dtype, kept: torch.dtype = state_dtype
                 ) -> list[Precision]:
-                    case = delta_step_case(
-                        tokens=SHORT, key_width=STEP_WIDTHS[0], value_width=STEP_WIDTHS[1], **options
-                    ).to(dtype)
-                    return _against_the_sequence(case, impl, state_dtype, device)
+                    case = whole.to(dtype)
+                    outputs, states = oracle(case)
+                    truth = {"output": outputs, "state": states[-1]}
+                    actual = follow(step, case.to(device=device), impl, kept, False, 1, None)
+                    if impl == "reference":
+                        # The definition itself: off by what sums over the key axis round, token by token.
+                        return precisions(actual, truth, truth, dtype, terms=STEP_WIDTHS[0] * SHORT)
+                    yardstick = follow(step, case, "reference", kept, False, 1, None)
+                    found: list[Precision] = []
+                    for name, rounding in (("output", dtype), ("state", kept)):
+                        one = [{name: values[name]} for values in (actual, truth, yardstick)]
+                        # Rounded a token, in another order.
+                        found += precisions(one[0], one[1], one[2], rounding, SHORT)
+                    return found
 
                 name = variant if state_dtype == torch.float32 else f"{variant}, bf16 state"
                 why = why_not(impl, device, dtype)
                 if why is None and state_dtype == torch.bfloat16 and device.type == "cpu":
                     why = "triton's interpreter cuts numbers off where a GPU rounds them to bf16"
-                yield Trial("delta_step", impl, name, "decode", dtype, why, run)
-
-
-def _against_the_sequence(case: Any, impl: str, state_dtype: torch.dtype, device: torch.device) -> list[Precision]:
-    """Of the decode step: every token's output, and the state at the end."""
-    from lapkernels.delta_step import delta_step
-    from lapkernels.testing_steps import delta_oracle
-
-    dtype = case.projected.dtype
-    outputs, states = delta_oracle(case.to(torch.float64))
-    truth = {"output": outputs, "final_state": states[-1]}
-
-    def results(impl: str, case: Any) -> dict[str, Tensor]:
-        rows, tokens = case.projected.shape[:2]
-        state, conv = case.state(rows, state_dtype), case.conv(rows)
-        found = []
-        for token in range(tokens):
-            at = torch.full((rows,), token, dtype=torch.int64, device=case.projected.device)
-            arguments: dict[str, Any] = case.tokens(token, token + 1)
-            found.append(delta_step(**arguments, state=state, conv=conv, position=at, impl=impl, **case.constants()))
-        return {"output": torch.cat(found, 1), "final_state": state}
-
-    actual = results(impl, case.to(device=device))
-    if impl == "reference":
-        # The definition itself: off by what sums over the key axis round, token by token.
-        return precisions(actual, truth, truth, dtype, terms=case.shape[2] * case.projected.shape[1])
-    yardstick = results("reference", case)
-    found: list[Precision] = []
-    for name, rounding in (("output", dtype), ("final_state", state_dtype)):
-        one = [{name: values[name]} for values in (actual, truth, yardstick)]
-        found += precisions(one[0], one[1], one[2], rounding)
-    return found
+                yield Trial(operator, impl, name, "decode", dtype, why, run)
 
 
 def _attend_step(device: torch.device) -> Iterator[Trial]:
@@ -359,3 +393,45 @@ def _attend_step(device: torch.device) -> Iterator[Trial]:
                 return precisions(output(impl, str(device)), truth, yardstick, dtype, terms)
 
             yield Trial("attend_step", impl, variant, "decode", dtype, why_not(impl, device, dtype), run)
+
+
+def _norm(device: torch.device) -> Iterator[Trial]:
+    """Residual sum with RMS norm, and SwiGLU, against their formulas in fp64."""
+    from lapkernels.norm import IMPLEMENTATIONS, rms_norm, swiglu, why_not
+
+    eps, width = 1e-6, 96
+
+    def formulas(x: Tensor, residual: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        # The sum is rounded to the residual's dtype before it is normed.
+        total = (x + residual).double()
+        gate, up = x.double().chunk(2, dim=-1)
+        return {
+            "residual": total,
+            "output": total / (total.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double(),
+            "swiglu": gate / (1 + (-gate).exp()) * up,
+        }
+
+    for impl in IMPLEMENTATIONS:
+        if impl == "auto":
+            continue
+        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+
+        def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
+            generator = torch.Generator().manual_seed(0)
+            x, residual, weight = (
+                torch.randn(*shape, generator=generator, dtype=torch.float64).to(kind)
+                for shape, kind in (((5, width), dtype), ((5, width), torch.float32), ((width,), torch.float32))
+            )
+            truth = formulas(x, residual, weight)
+            there = [value.to(device) for value in (x, residual, weight)]
+            normed = rms_norm(there[0], there[2], eps, residual=there[1], impl=impl)
+            actual = {
+                "residual": normed.residual,
+                "output": normed.output,
+                "swiglu": swiglu(there[0], impl=impl),
+            }
+            # What a plain computation rounds: its result, and in fp32 the sums over a row too.
+            plain = {name: x.to(dtype) for name, x in truth.items()}
+            return precisions(actual, truth, plain, dtype, width if dtype == torch.float32 else 1)
+
+        yield Trial("norm", impl, "residual, SwiGLU", "forward", dtype, why_not(impl, device, dtype), run)

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from lapcli.doctor import diagnosis
-from lapcli.doctor.kernels import _attend_step, _checked, _delta_step, check_kernels, trials, verdicts_of
+from lapcli.doctor.kernels import (
+    _attend_step,
+    _checked,
+    _delta_step,
+    _norm,
+    _ssd_step,
+    check_kernels,
+    trials,
+    verdicts_of,
+)
 from lapkernels import KernelUnavailable, verdicts
 from lapkernels.delta_rule import api, delta_rule, select_impl
 from lapkernels.testing import delta_rule_inputs
@@ -19,7 +28,7 @@ CPU = torch.device("cpu")
 def own_file(tmp_path, monkeypatch):
     monkeypatch.setenv(verdicts.FILE_VARIABLE, str(tmp_path / "verdicts.json"))
     # Decode steps have tests of their own; here they would only take time.
-    for operator in ("_delta_step", "_attend_step"):
+    for operator in ("_delta_step", "_ssd_step", "_attend_step", "_norm"):
         monkeypatch.setattr(f"lapcli.doctor.kernels.{operator}", lambda _device: ())
 
 
@@ -159,8 +168,8 @@ def test_a_verdict_that_cannot_be_kept_is_told(slip, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("operator", "made"),
-    [("delta_step", _delta_step), ("attend_step", _attend_step)],
-    ids=lambda value: str(value)[:11],
+    [("delta_step", _delta_step), ("ssd_step", _ssd_step), ("attend_step", _attend_step)],
+    ids=["delta", "ssd", "attend"],
 )
 def test_decode_steps_are_checked_too(operator, made, monkeypatch):
     def statuses():
@@ -171,3 +180,12 @@ def test_decode_steps_are_checked_too(operator, made, monkeypatch):
     right = getattr(module, operator)
     monkeypatch.setattr(module, operator, lambda *a, **k: right(*a, **k) * 1.001)
     assert statuses() == {"wrong"}
+
+
+def test_norms_are_checked_too(monkeypatch):
+    (trial,) = [trial for trial in _norm(CPU) if trial.impl == "reference"]
+    assert _checked(trial, CPU).status == "right"
+    monkeypatch.setattr("lapkernels.norm.swiglu", lambda x, **_: x.chunk(2, -1)[0] * x.chunk(2, -1)[1])
+    (trial,) = [trial for trial in _norm(CPU) if trial.impl == "reference"]
+    assert "swiglu" in _checked(trial, CPU).detail
+    assert _checked(trial, CPU).status == "wrong"
