@@ -162,28 +162,31 @@ class Machine:
                 "install 'lapcli[gpu]' on a machine with a CUDA device, or drop --require-fast",
             )
 
-    def announce(self, model: Any, reporter: Reporter, *, needs_gradient: bool = False) -> None:
+    def announce(
+        self, model: Any, reporter: Reporter, *, needs_gradient: bool = False, device: torch.device | None = None
+    ) -> None:
         """Say in one line which kernels run, or refuse when fast ones were required and some are not.
 
         Args:
             model: one of lapcli's own models, or a stock one.
             reporter: where the line goes.
             needs_gradient: whether a backward pass will follow.
+            device: where the model will lie, if not where it lies now.
 
         Raises:
             ModelError: `require_fast` is set and the PyTorch path runs.
         """
         if not hasattr(model, "kernel_choice"):
-            self._announce_library(model, reporter)
+            self._announce_library(model, reporter, _placement(model, device))
             return
-        name, reason = model.kernel_choice(2, training=needs_gradient)
+        name, reason = model.kernel_choice(2, training=needs_gradient, device=device)
         if needs_gradient and self.kernel == name:
             from lapkernels.delta_rule import why_not
 
             mixer = model.mixers()[0]
             wrong = why_not(
                 name,
-                model.device,
+                device or model.device,
                 model.dtype,
                 key_width=mixer.shape.key_width,
                 gated=mixer.gated,
@@ -192,13 +195,13 @@ class Machine:
             if wrong is not None:
                 raise ModelError(f"--kernel {name} cannot compute gradients here: {wrong}", "use --kernel auto")
         self._require_fast(name, reason)
-        reporter.notice(f"kernel: {name} ({reason}), {_placement(model)}")
+        reporter.notice(f"kernel: {name} ({reason}), {_placement(model, device)}")
 
-    def _announce_library(self, model: Any, reporter: Reporter) -> None:
+    def _announce_library(self, model: Any, reporter: Reporter, where: str) -> None:
         from lapcli.families.library_kernels import kernels_of
 
         if type(model).__module__.startswith("fla."):
-            reporter.notice(f"kernels: fla's, {_placement(model)}")
+            reporter.notice(f"kernels: fla's, {where}")
             return
         found = kernels_of(model)
         slow = sorted(name for name, package in found.items() if package == "PyTorch")
@@ -209,7 +212,6 @@ class Machine:
                 "or drop --require-fast",
             )
         packages = sorted({package for package in found.values() if package != "PyTorch"})
-        where = _placement(model)
         if not packages:
             reporter.notice(f"kernels: transformers' PyTorch functions, {where}")
         else:
@@ -217,8 +219,8 @@ class Machine:
             reporter.notice(f"kernels: {', '.join(packages)} through transformers{rest}, {where}")
 
 
-def _placement(model: Any) -> str:
-    """The dtype of a model and where it lies, in words."""
-    places: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {"": model.device}
+def _placement(model: Any, device: torch.device | None) -> str:
+    """The dtype of a model and where it lies, or will lie, in words."""
+    places: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {"": device or model.device}
     names = [str(torch.device(place)) if place != "disk" else place for place in dict.fromkeys(places.values())]
     return f"{str(model.dtype).removeprefix('torch.')} on {', '.join(names)}"

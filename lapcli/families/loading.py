@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from logging import ERROR, Filter, LogRecord, getLogger
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,6 +27,9 @@ from lapcli.families.source import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Weights = Literal["on device", "in memory", "nowhere"]
+"""Where those of a loaded model are."""
 
 __all__ = ["DEFAULT_MODEL", "ModelSource", "load_model", "load_tokenizer", "resolve_model"]
 
@@ -194,18 +197,21 @@ def load_model(
     kernel: str = "auto",
     trust_remote_code: bool = False,
     split: bool = False,
+    weights: Weights = "on device",
 ) -> "PreTrainedModel":
     """Load a model for inference.
 
     Args:
         source: the resolved model.
-        device: where its weights go; with `split`, where tokens will go.
+        device: where it will compute; with `split`, where tokens will go.
         dtype: of the weights.
         kernel: which implementation of the delta rule runs (`lapkernels.delta_rule`), for lapcli's own models.
         trust_remote_code: whether code in the model's directory may run; it does where transformers does not know the
             model's type, and where it is a slice's that lapcli's own differs from.
         split: whether to spread it, layer by layer, over all GPUs, then memory, then a temporary folder on disk. Layers
             that lie in memory beside a GPU, or on disk, come to the device for as long as they compute.
+        weights: whether they are on the device, in memory, or nowhere (tensors on the meta device, of the same names,
+            shapes and dtypes): for who puts them on the device part by part. Kernels are the device's in any case.
 
     Returns:
         The model in eval mode.
@@ -226,6 +232,8 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
     # Tensors of another shape are then listed, not raised as a report; `_refuse_partial` refuses them.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    if weights == "nowhere":
+        options["device_map"] = "meta"
     found: Any
     spreading = _spreading() if split else nullcontext({})
     try:
@@ -248,11 +256,14 @@ def load_model(
     if split:
         weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
     _refuse_partial(source, loaded)
-    model = (model if split else model.to(device)).eval()
+    if weights == "nowhere":
+        # It would say that accelerate has spread the model.
+        vars(model).pop("hf_device_map", None)
+    model = (model.to(device) if weights == "on device" and not split else model).eval()
     choose_kernels(model, torch.device(device).type)
     if own is not None:
-        # After the move: whether a kernel can run depends on the device.
-        model.set_kernel(kernel)
+        # Whether a kernel can run depends on the device.
+        model.set_kernel(kernel, torch.device(device))
     return model
 
 

@@ -110,11 +110,12 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """The mixers, layer by layer."""
         return [module for module in self.modules() if isinstance(module, DeltaRuleMixer)]
 
-    def set_kernel(self, name: str) -> None:
+    def set_kernel(self, name: str, device: torch.device | None = None) -> None:
         """Choose what computes the delta rule in every layer; nothing of it is stored with the model.
 
         Args:
             name: `auto`, `reference`, `chunked` or `fla`.
+            device: where the model will lie, if not where it lies now.
 
         Raises:
             ModelError: there is no such implementation, or it cannot run a forward pass where the model lies. That
@@ -126,19 +127,19 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             )
         mixers = self.mixers()
         for mixer in mixers:
-            why = why_not(name, self.device, self.dtype, key_width=mixer.shape.key_width, gated=mixer.gated)
+            why = why_not(name, device or self.device, self.dtype, key_width=mixer.shape.key_width, gated=mixer.gated)
             if why is not None:
                 raise ModelError(f"kernel '{name}' cannot run here: {why}", "use --kernel auto")
         for mixer in mixers:
             mixer.kernel = name
 
-    def kernel_choice(self, time: int, *, training: bool = False) -> Choice:
-        """Which implementation runs rows of `time` tokens, and why, in one line."""
+    def kernel_choice(self, time: int, *, training: bool = False, device: torch.device | None = None) -> Choice:
+        """Which implementation runs rows of `time` tokens, and why, in one line; `device` as for `set_kernel`."""
         mixer = self.mixers()[0]
         if mixer.kernel != "auto":
             return Choice(mixer.kernel, "asked for by name")
         return select_impl(
-            self.device, self.dtype, key_width=mixer.shape.key_width, time=time, gated=mixer.gated,
+            device or self.device, self.dtype, key_width=mixer.shape.key_width, time=time, gated=mixer.gated,
             needs_gradient=training,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from lapcli.artifacts import Lineage, RunDirectory, atomic_file, read_document, 
 from lapcli.data import check_source, fingerprint, parse_mixture
 from lapcli.errors import ArtifactError, DataError, FamilyError, LapcliError, ModelError
 from lapcli.families.library_kernels import choose_kernels
-from lapcli.families.loading import load_model, load_tokenizer, skeleton
+from lapcli.families.loading import Weights, load_model, load_tokenizer, skeleton
 from lapcli.families.registry import family_for
 from lapcli.families.source import (
     ModelSource,
@@ -600,9 +600,14 @@ def _train(
     """Train on all processes."""
     settings = plan.settings
     stream = _stream(plan.student, settings, machine.trust_remote_code, reporter, processes)
-    student = _loaded(plan.student, machine)
-    machine.announce(student, reporter, needs_gradient=True)
-    _use_right_gradients(student, reporter)
+    weights: Weights = "on device"
+    if processes.size > 1 and execution is not None and execution.sharding == "fsdp":
+        # They come to the devices block by block, a share to each.
+        weights = "in memory" if processes.leader else "nowhere"
+    device = machine.torch_device()
+    student = _loaded(plan.student, machine, weights)
+    machine.announce(student, reporter, needs_gradient=True, device=device)
+    _use_right_gradients(student, device, reporter)
     adapters = plan_adapters(student, plan.student.config, **settings.adapters())
     # peft draws the first values of LoRA.
     torch.manual_seed(settings.seed)
@@ -610,7 +615,7 @@ def _train(
     teacher = None
     if plan.teacher is not None:
         place = machine if teacher_device is None else replace(machine, device=teacher_device)
-        teacher = _loaded(plan.teacher, place)
+        teacher = _loaded(plan.teacher, place, weights)
     training = settings.training()
     shown = open_tracker(trackers if processes.leader else (), plan.folder, settings.document(), plan.output.name)
     try:
@@ -628,6 +633,7 @@ def _train(
             on_validation=lambda step, found: shown.log(step, {"validation": found.document()}),
             reporter=reporter,
             processes=processes,
+            device=device,
         )
     finally:
         shown.close()
@@ -638,17 +644,18 @@ def _train(
     return _Trained(ended, adapters, state, sample[:_CHECKED_TOKENS])
 
 
-def _loaded(source: ModelSource, machine: Machine) -> Any:
+def _loaded(source: ModelSource, machine: Machine, weights: Weights) -> Any:
     return load_model(
         source,
         device=machine.torch_device(),
         dtype=machine.torch_dtype(source.config),
         kernel=machine.kernel,
         trust_remote_code=machine.trust_remote_code,
+        weights=weights,
     )
 
 
-def _use_right_gradients(model: Any, reporter: Reporter) -> None:
+def _use_right_gradients(model: Any, device: torch.device, reporter: Reporter) -> None:
     """Take fla out of a library's model where its gated backward pass is wrong; lapcli's own models see to it.
 
     Raises:
@@ -656,7 +663,7 @@ def _use_right_gradients(model: Any, reporter: Reporter) -> None:
     """
     from lapkernels.delta_rule.fla_backend import why_wrong
 
-    wrong = why_wrong(model.device, gated=True, needs_gradient=True) if model.device.type == "cuda" else None
+    wrong = why_wrong(device, gated=True, needs_gradient=True) if device.type == "cuda" else None
     if wrong is None or hasattr(model, "kernel_choice"):
         return
     if type(model).__module__.startswith("fla."):

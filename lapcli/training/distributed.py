@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lapcli.artifacts import digest_document
 from lapcli.errors import ModelError
 from lapcli.models.loss import IGNORED
 from lapcli.parallel import ALONE, PATIENCE, Processes
@@ -61,7 +62,9 @@ class Objective(nn.Module):
         self._teachers = () if teacher is None else (teacher,)
         self._vocabulary, self._temperature, self._autocast = vocabulary, temperature, autocast
         for model in self.models():
-            head_of(model)
+            # Where the weights are yet to come, their owner looks.
+            if not next(model.parameters()).is_meta:
+                head_of(model)
 
     def models(self) -> list[Any]:
         """The student, and the teacher if there is one, out of peft's wrapper."""
@@ -142,26 +145,34 @@ class Parallel:
     What was trained differently by the processes (LoRA is drawn at random) becomes the leader's.
 
     Args:
-        objective: whose models this process has whole, on its device. Under FSDP2 they are sharded in place for good.
+        objective: whose models this process has whole, on its device. Under FSDP2 they are sharded in place for good,
+            and the leader may have them in memory and the others nowhere (`lapcli.families.loading.load_model`).
         processes: those that train, which have a process group (`lapcli.parallel.jointly`) if there are several.
         sharding: `none` for DDP, `fsdp` for FSDP2; either does nothing in one process.
+        device: this process's; by default that of the student.
 
     Raises:
-        ModelError: no decoder blocks are found to be sharded.
+        ModelError: no decoder blocks are found to be sharded, or processes hold different models.
     """
 
-    def __init__(self, objective: Objective, processes: Processes = ALONE, sharding: Sharding = "none"):
+    def __init__(
+        self,
+        objective: Objective,
+        processes: Processes = ALONE,
+        sharding: Sharding = "none",
+        device: torch.device | None = None,
+    ):
         self._plain = self._wrapped = objective
         self._processes = processes
         self.sharded = processes.size > 1 and sharding == "fsdp"
         if processes.size == 1:
             return
-        device = objective.models()[0].device
-        group = _group_between(device)
-        _take_the_leaders(objective.student, group)
+        here: torch.device = objective.models()[0].device if device is None else device
+        group = _group_between(here)
         if self.sharded:
-            _shard(objective, device, group)
+            _shard(objective, here, group, processes)
         else:
+            _take_the_leaders(objective.student, group)
             self._wrapped = _replicated(objective, group)
 
     def average_of(self, loss: Tensor) -> Tensor:
@@ -233,18 +244,80 @@ def _replicated(objective: Objective, group: Any) -> nn.Module:
         )
 
 
-def _shard(objective: Objective, device: torch.device, group: Any) -> None:
-    """Shard every decoder block of both models by itself, and what remains together."""
+def _shard(objective: Objective, device: torch.device, group: Any, processes: Processes) -> None:
+    """Shard every decoder block of both models by itself, and what remains together.
+
+    Where the leader alone has the weights, each part comes to the devices whole just before it is sharded, so that no
+    device ever holds more than its share and one part.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     objective.adopt_teacher()
+    _refuse_different(objective, processes)
     mesh = DeviceMesh.from_group(group, device.type)
+    missing = any(tensor.is_meta for tensor in (*objective.parameters(), *objective.buffers()))
+    apart = any(flag.item() for flag in processes.collect(torch.tensor([missing])))
+    if not apart:
+        _take_the_leaders(objective.student, group)
+    brought: set[int] = set()
     for model in objective.models():
         for block in _blocks(model):
+            if apart:
+                _bring(block, device, group, processes.leader, brought)
             fully_shard(block, mesh=mesh)
+    if apart:
+        _bring(objective, device, group, processes.leader, brought)
     # The heads are read in the objective's own forward pass, for which this group is whole.
     fully_shard(objective, mesh=mesh, reshard_after_forward=False)
+
+
+def _refuse_different(objective: Objective, processes: Processes) -> None:
+    """Refuse models whose tensors differ between processes, which would wait for each other for ever."""
+    named = (*objective.named_parameters(), *objective.named_buffers())
+    said = digest_document(
+        [[name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in named]
+    )
+    mine = torch.tensor(list(bytes.fromhex(said)), dtype=torch.uint8)
+    if not all(torch.equal(theirs, mine) for theirs in processes.collect(mine)):
+        raise ModelError(
+            "the processes of this run hold models of different tensors",
+            "see that all machines have the same model directories and versions of transformers and lapcli",
+        )
+
+
+@torch.no_grad()
+def _bring(module: nn.Module, device: torch.device, group: Any, leader: bool, brought: set[int]) -> None:
+    """Put the leader's tensors on every process's device, those left out that were brought or sharded before.
+
+    Tensors that modules share stay shared within what is brought at once, which is what FSDP2 shards together.
+
+    Args:
+        module: whose parameters and buffers it is about.
+        device: of this process.
+        group: of all.
+        leader: whether this process has the values.
+        brought: ids of buffers that were brought; those of this module are added.
+    """
+    import torch.distributed as dist
+
+    # With the old ones, whose ids must not be given to others meanwhile.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in module.modules():
+        tensors: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for slots in tensors:
+            for name, old in slots.items():
+                if old is None or hasattr(old, "device_mesh") or id(old) in brought:
+                    continue
+                if id(old) not in made:
+                    new = old.detach().to(device).contiguous() if leader else old.new_empty(old.shape, device=device)
+                    if new.numel():
+                        # As bytes, since not all transports know all dtypes.
+                        dist.broadcast(new.view(-1).view(torch.uint8), src=0, group=group)
+                    is_parameter = isinstance(old, nn.Parameter)
+                    made[id(old)] = old, nn.Parameter(new, old.requires_grad) if is_parameter else new
+                slots[name] = made[id(old)][1]
+    brought.update(id(new) for _old, new in made.values() if not isinstance(new, nn.Parameter))
 
 
 def _blocks(model: Any) -> list[nn.Module]:

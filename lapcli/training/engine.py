@@ -220,6 +220,7 @@ def recover(
     on_validation: Callable[[int, Measured], None] | None = None,
     reporter: Reporter | None = None,
     processes: Processes = ALONE,
+    device: torch.device | None = None,
 ) -> Recovery:
     """Train what was planned, or go on where a training with the same settings was stopped.
 
@@ -231,7 +232,8 @@ def recover(
     each has the trained parameters. Those that were sharded stay so: then `trained_state` is for all at once.
 
     Args:
-        student: with adapters (`apply_adapters`), on its device. Its trained parameters are changed in place.
+        student: with adapters (`apply_adapters`), on its device. Its trained parameters are changed in place. Where it
+            will be sharded, student and teacher may be in the leader's memory, and nowhere in the other processes.
         teacher: frozen by this call, on any device; `None` for plain cross entropy.
         stream: of text, from its beginning.
         plan: what the student trains.
@@ -244,6 +246,7 @@ def recover(
         on_validation: hears of every validation: steps done, and means over what is held out; likewise.
         reporter: where progress and remarks go; the leader's alone is used.
         processes: those that train together, under `lapcli.parallel.jointly` if there are several.
+        device: where this process computes; by default where the student is.
 
     Returns:
         How it ended. Where training diverged, the student has the parameters of the last good checkpoint.
@@ -262,7 +265,7 @@ def recover(
     loop = _Loop(
         student, teacher, stream, plan, settings, folder, lineage, execution or Execution(), vocabulary,
         on_step or (lambda _done: None), on_validation or (lambda _step, _found: None),
-        reporter or SilentReporter(), processes,
+        reporter or SilentReporter(), processes, device,
     )  # fmt: skip
     return loop.run()
 
@@ -310,6 +313,7 @@ class _Loop:
         on_validation: Callable[[int, Measured], None],
         reporter: Reporter,
         processes: Processes,
+        device: torch.device | None,
     ):
         for name in ("micro_batch", "validate_every", "save_every"):
             if getattr(execution, name) < 1:
@@ -334,7 +338,7 @@ class _Loop:
             temperature=settings.temperature,
             autocast=execution.autocast,
         )
-        self.parallel = Parallel(self.objective, processes, execution.sharding)
+        self.parallel = Parallel(self.objective, processes, execution.sharding, device)
         self.stream, self.settings, self.execution, self.processes = stream, settings, execution, processes
         self.on_step, self.on_validation = on_step, on_validation
         self.reporter = reporter if processes.leader else SilentReporter()

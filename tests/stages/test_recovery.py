@@ -403,11 +403,10 @@ def test_where_flas_gradients_are_wrong_pytorch_runs(tmp_path, monkeypatch):
     bound = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(plain)
     model = load_model(resolve_model(str(tiny_stock_model("qwen3_5", tmp_path / "m"))))
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", bound)
-    monkeypatch.setattr(type(model), "device", property(lambda _self: torch.device("cuda")))
     for wrong in (None, "wrong here"):
         monkeypatch.setattr(fla_backend, "why_wrong", lambda *_arguments, _said=wrong, **_options: _said)
         reporter = SilentReporter()
-        recovery._use_right_gradients(model, reporter)
+        recovery._use_right_gradients(model, torch.device("cuda"), reporter)
         assert (modeling_qwen3_5.torch_chunk_gated_delta_rule is bound) == (wrong is None)
         assert bool(reporter.warnings) == (wrong is not None)
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is plain

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,8 @@ from lapcli.errors import DataError, LapcliError, ModelError, RecipeError
 from lapcli.parallel import ALONE, Processes, jointly, processes
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.testing.stock_models import tiny_stock_model
-from lapcli.training.distributed import Objective, local, nothing_of
+from lapcli.training.adapters import whole
+from lapcli.training.distributed import Objective, Parallel, local, nothing_of, unwrapped
 from lapcli.training.packing import PackedBatch
 from lapcli.training.stream import TrainingStream
 
@@ -28,6 +29,13 @@ from lapcli.training.stream import TrainingStream
 ROUNDING = 1e-5
 WAYS = (("own", "none"), ("own", "fsdp"), ("tied", "fsdp"), ("mamba2", "none"), ("mamba2", "fsdp"))
 STEPS = 4
+# Tied, in two dtypes at once with tables of angles, and with blocks that share tensors.
+APART = (
+    ("own", torch.float32),
+    ("tied", torch.bfloat16),
+    ("zamba2", torch.float32),
+    ("olmo_hybrid", torch.bfloat16),
+)
 
 
 @cache
@@ -172,7 +180,65 @@ def few_held_out(folder, out, mine):
         )
 
 
-SCENARIOS = (follow_one, half_precision, stop_and_go_on, signalled, gone_wrong, one_cannot_read, few_held_out)
+def apart(mine):
+    """Options of a bench whose models the leader alone has."""
+    return {"load": {"weights": "in memory" if mine.leader else "nowhere"}}
+
+
+def everything(bench, mine):
+    """All tensors of a bench's models once they are sharded, and the most numbers that a part had whole meanwhile."""
+    import torch.distributed.fsdp as fsdp
+
+    objective, shard, most = Objective(bench.student, bench.teacher), fsdp.fully_shard, 0
+
+    def look(module, **options):
+        nonlocal most
+        parameters = {id(each): each for each in objective.parameters()}.values()
+        here = [each.numel() for each in parameters if not each.is_meta and not hasattr(each, "device_mesh")]
+        most = max(most, sum(here))
+        return shard(module, **options)
+
+    fsdp.fully_shard = look
+    try:
+        Parallel(objective, mine, "fsdp", torch.device("cpu"))
+    finally:
+        fsdp.fully_shard = shard
+    named = (*objective.named_parameters(remove_duplicate=False), *objective.named_buffers(remove_duplicate=False))
+    return most, {name: (each.requires_grad, whole(each.detach()).clone()) for name, each in named}
+
+
+def leaders_alone(folder, out, mine):
+    """The leader has the weights in memory, the others have none."""
+    for model, dtype in APART:
+        options = apart(mine)
+        options["load"]["dtype"] = dtype
+        make = partial(engine_tests().Bench, folder, student=model, teacher=model, processes=mine)
+        common, bench = make(load={"dtype": dtype}), make(**options)
+        models = [unwrapped(bench.student), bench.teacher]
+        frozen = [each for model in models for each in model.parameters() if not each.requires_grad]
+        yield (
+            f"leaders-{model}-{dtype}",
+            {
+                "on": {each.device.type for each in frozen},
+                "frozen": sum(each.numel() for each in frozen),
+                "common": everything(common, mine),
+                "alone": everything(bench, mine),
+            },
+        )
+    run, lean = out / "alone-fsdp", {"gradient_checkpointing": True}
+    yield "alone-fsdp", told(train(folder, run, "own", mine, sharding="fsdp", settings=apart(mine), **lean))
+
+
+SCENARIOS = (
+    follow_one,
+    half_precision,
+    leaders_alone,
+    stop_and_go_on,
+    signalled,
+    gone_wrong,
+    one_cannot_read,
+    few_held_out,
+)
 
 
 @jointly
@@ -211,7 +277,8 @@ def place(made_once):
 def write_models(folder):
     tiny_gated_deltanet(folder / "own")
     tiny_gated_deltanet(folder / "tied", tie_word_embeddings=True)
-    tiny_stock_model("mamba2", folder / "mamba2")
+    for model_type in ("mamba2", "zamba2", "olmo_hybrid"):
+        tiny_stock_model(model_type, folder / model_type)
     engine_tests().write_text(folder / "text.jsonl")
 
 
@@ -294,6 +361,28 @@ def test_a_sharded_process_holds_a_share(seen):
         held = mine["held"]
         # Rows are dealt out whole: a parameter of one row is one process's.
         assert 0.4 * held["all"] < held["mine"] < 0.6 * held["all"]
+
+
+@pytest.mark.parametrize(("model", "dtype"), APART)
+def test_weights_of_the_leader_alone_are_sharded_as_those_of_all(seen, model, dtype):
+    leader, other = (mine[f"leaders-{model}-{dtype}"] for mine in seen)
+    (_, wanted), (_, found), (_, theirs) = leader["common"], leader["alone"], other["alone"]
+    assert wanted.keys() == found.keys() == theirs.keys()
+    for name, (trained, value) in wanted.items():
+        for needs_gradient, tensor in (found[name], theirs[name]):
+            assert (needs_gradient, tensor.dtype) == (trained, value.dtype), name
+            assert torch.equal(tensor, value), name
+    assert leader["on"] == {"cpu"}
+    assert other["on"] == {"meta"}
+    # Never more than adapters and one part, where all who load for themselves begin with everything.
+    assert other["common"][0] > other["frozen"]
+    assert other["alone"][0] < 0.7 * other["frozen"]
+
+
+def test_from_weights_of_the_leader_alone_the_same_is_trained(seen):
+    for mine in seen:
+        assert same(mine["alone-fsdp"]["state"], mine["own-fsdp"]["state"])
+        assert mine["alone-fsdp"]["losses"] == mine["own-fsdp"]["losses"]
 
 
 def test_weights_in_bf16_beside_what_is_trained_in_fp32(seen):

@@ -27,7 +27,7 @@ BF16 = 2**-8
 SHORT, LONG = 5, 50
 
 
-def bench(folder, mine, device, steps):
+def bench(folder, mine, device, steps, weights):
     """The bench of the engine's tests, which is no package to import from; without fla, whose tuning takes minutes."""
     specification = importlib.util.spec_from_file_location(
         "lapcli_test_engine", Path(__file__).with_name("test_engine.py")
@@ -36,13 +36,13 @@ def bench(folder, mine, device, steps):
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    load = {"device": device, "kernel": "chunked"}
+    load = {"device": device, "kernel": "chunked", "weights": weights}
     return module.Bench(folder, processes=mine, load=load, steps=steps, length=128), module
 
 
-def train(folder, run, mine, device, *, steps=SHORT, stop=None, **execution):
+def train(folder, run, mine, device, *, steps=SHORT, stop=None, weights="on device", **execution):
     """A training from its beginning or from where it was left, perhaps stopped after a step; what was measured."""
-    made, module = bench(folder, mine, device, steps)
+    made, module = bench(folder, mine, device, steps, weights)
     seen = []
 
     def hear(done):
@@ -80,7 +80,12 @@ def main():
         ("lean-bf16", "fsdp", True),
     ):
         execution = {"sharding": sharding, "gradient_checkpointing": lean, "autocast": True, "validate_every": 25}
-        found[name] = train(folder, out / name, mine, device, steps=LONG, **{**execution, "save_every": 25})
+        # Lean from the beginning: the leader alone has the weights.
+        alone = "in memory" if mine.leader else "nowhere"
+        weights = alone if lean else "on device"
+        found[name] = train(
+            folder, out / name, mine, device, steps=LONG, weights=weights, **{**execution, "save_every": 25}
+        )
     torch.save(found, out / f"rank-{mine.rank}.pt")
 
 

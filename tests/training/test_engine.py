@@ -84,12 +84,13 @@ class Bench:
         self.stream = TrainingStream(str(folder / "text.jsonl"), load_tokenizer(self.source), length, seed=3, **share)
         self.lineage = training_lineage(self.source, teacher_source, self.plan, self.settings)
         self.reporter, self.processes = SilentReporter(), processes
+        self.device = torch.device((load or {}).get("device", "cpu"))
 
     def run(self, folder, *, on_step=None, **execution):
         self.result = recover(
             self.student, self.teacher, self.stream, self.plan, self.settings, folder, lineage=self.lineage,
             execution=Execution(**{"micro_batch": 2, "save_every": 3, "validate_every": 2, **execution}),
-            on_step=on_step, reporter=self.reporter, processes=self.processes,
+            on_step=on_step, reporter=self.reporter, processes=self.processes, device=self.device,
         )  # fmt: skip
         return self.result
 
