@@ -50,6 +50,16 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+_compiling_only = False
+"""Whether launches compile for a device that is not there, and do no more; `lapkernels.offline` sets it."""
+
+
+def set_compiling_only() -> None:
+    """Say that launches of this process only compile."""
+    global _compiling_only
+    _compiling_only = True
+
+
 def kernels_can_run(device: torch.device | None = None) -> bool:
     """Whether a triton kernel can be launched.
 
@@ -58,7 +68,7 @@ def kernels_can_run(device: torch.device | None = None) -> bool:
     """
     if triton_version() is None:
         return False
-    if is_interpreted():
+    if is_interpreted() or _compiling_only:
         return True
     return torch.cuda.is_available() and (device is None or device.type == "cuda")
 

@@ -431,7 +431,7 @@ def check_delta(
     *,
     state_dtype: torch.dtype | None = None,
     value_major: bool = False,
-    tokens: int = 1,
+    at_once: int = 1,
     config: StepConfig | None = None,
     **change: Any,
 ) -> None:
@@ -444,7 +444,7 @@ def check_delta(
         device: where.
         state_dtype: of the pool; `None` for fp32 (fp64 for fp64).
         value_major: whether K is contiguous in the pool.
-        tokens: T.
+        at_once: T.
         config: of the kernel.
         change: what to change about the case.
 
@@ -452,7 +452,7 @@ def check_delta(
         AssertionError: naming what differs, and by how much.
     """
     case = delta_step_case(**{"batch": 2, **DELTA_CASES[name], **change})
-    _check(delta_step, delta_oracle, case, impl, dtype, device, state_dtype, value_major, tokens, config)
+    _check(delta_step, delta_oracle, case, impl, dtype, device, state_dtype, value_major, at_once, config)
 
 
 def check_ssd(
@@ -463,13 +463,13 @@ def check_ssd(
     *,
     state_dtype: torch.dtype | None = None,
     value_major: bool = False,
-    tokens: int = 1,
+    at_once: int = 1,
     config: StepConfig | None = None,
     **change: Any,
 ) -> None:
     """Assert that `ssd_step` follows the oracle. Arguments as for `check_delta`; `value_major` has N contiguous."""
     case = ssd_step_case(**{"batch": 2, **SSD_CASES[name], **change})
-    _check(ssd_step, ssd_oracle, case, impl, dtype, device, state_dtype, value_major, tokens, config)
+    _check(ssd_step, ssd_oracle, case, impl, dtype, device, state_dtype, value_major, at_once, config)
 
 
 def _check(
@@ -481,7 +481,7 @@ def _check(
     device: torch.device | str,
     state_dtype: torch.dtype | None,
     value_major: bool,
-    tokens: int,
+    at_once: int,
     config: StepConfig | None,
 ) -> None:
     narrow = case.to(dtype)
@@ -490,7 +490,7 @@ def _check(
     truth: dict[str, Tensor] = {"output": output, "state": states[-1]}
     state_dtype = state_dtype or torch.promote_types(dtype, torch.float32)
     yardstick = follow(step, narrow, "reference", state_dtype, value_major, 1, None)
-    found = follow(step, narrow.to(device=device), impl, state_dtype, value_major, tokens, config)
+    found = follow(step, narrow.to(device=device), impl, state_dtype, value_major, at_once, config)
     coarsest = max((dtype, state_dtype), key=lambda each: torch.finfo(each).eps)
     # Rounded a token, in another order.
     assert_as_precise(found, truth, yardstick, coarsest, terms=case.projected.shape[1])
@@ -502,7 +502,7 @@ def follow(
     impl: str,
     state_dtype: torch.dtype,
     value_major: bool,
-    tokens: int,
+    at_once: int,
     config: StepConfig | None,
 ) -> dict[str, Tensor]:
     """Take whole sequences through a step, in a pool full of NaN, beside a padding row.
@@ -520,15 +520,15 @@ def follow(
     live, spare = [2 * row for row in reversed(range(rows))], [2 * row + 1 for row in range(rows)]
     slots = torch.tensor([*live, -1], dtype=torch.int32, device=device)
     pool = case.state(2 * rows, state_dtype, value_major=value_major)
-    conv = case.conv(2 * rows, tokens)
+    conv = case.conv(2 * rows, at_once)
     position = torch.zeros(rows + 1, dtype=torch.int64, device=device)
     padded = torch.cat((case.projected, torch.full_like(case.projected[:1], torch.nan)))
     outputs, done, turn = [], 0, 0
     while done < length:
-        count = min(tokens if tokens == 1 else 1 + turn % tokens, length - done)
-        given = padded[:, done : done + tokens].clone()
-        if given.shape[1] < tokens:
-            given = torch.cat((given, torch.ones_like(padded[:, : tokens - given.shape[1]])), dim=1)
+        count = min(1 + turn % at_once, length - done)
+        given = padded[:, done : done + at_once].clone()
+        if given.shape[1] < at_once:
+            given = torch.cat((given, torch.ones_like(padded[:, : at_once - given.shape[1]])), dim=1)
         if turn % 2:
             given[:, count:] = 3.0
         arguments = {
@@ -539,7 +539,7 @@ def follow(
             "slots": slots,
             "impl": impl,
         }
-        if tokens > 1:
+        if at_once > 1:
             arguments["commit"] = torch.full((rows + 1,), count, device=device)
         out = step(**case.views(given), **arguments, config=config)
         assert not out[-1].any(), "a padding row's output is not zero"

@@ -68,14 +68,19 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-ELEMENTS = 64
-"""Numbers of the state that a thread should hold: many in flight, and enough warps to hide what is not loading."""
-
 WIDEST = 128
 """Value channels of a tile at most: whole lines of memory."""
 
 LARGEST = 128 * 128
-"""Numbers of the state that a program should hold at most."""
+"""Numbers of the state that a program holds at most."""
+
+MOST = {4: 96, 2: 128}
+"""Numbers of the state that a thread holds at most, by their bytes. Narrow ones are half as much to load for the same
+arithmetic, so that more of them share what a thread does once."""
+
+REGISTERS = {4: ((64, 128), (96, 168)), 2: ((64, 128), (128, 168))}
+"""Registers of a thread, by the bytes of a number and by how many a thread holds: the fewest without (many) spills, so
+that more programs share a multiprocessor."""
 
 
 def choose_config(key_width: int, value_width: int, heads: int, state_bytes: int, device: torch.device) -> StepConfig:
@@ -92,8 +97,12 @@ def choose_config(key_width: int, value_width: int, heads: int, state_bytes: int
     tile = min(WIDEST, power_of_two(value_width))
     while tile > 16 and rows * tile > LARGEST:
         tile //= 2
-    # Small batches are cut finer, so that every multiprocessor has work; pieces of rows stay 32 bytes or longer.
-    while tile * state_bytes > 32 and heads * -(-value_width // tile) < 2 * processors(device):
+    # Small batches are cut finer, so that every multiprocessor has work; pieces of rows stay 64 bytes or longer.
+    while tile * state_bytes > 64 and heads * -(-value_width // tile) < 2 * processors(device):
         tile //= 2
-    warps = max(1, min(8, power_of_two(rows * tile // (32 * ELEMENTS))))
-    return StepConfig(tile, warps, -(-value_width // tile))
+    warps = 1
+    while warps < 8 and rows * tile > 32 * warps * MOST[state_bytes]:
+        warps *= 2
+    held = rows * tile / (32 * warps)
+    registers = next((most for numbers, most in REGISTERS[state_bytes] if held <= numbers), None)
+    return StepConfig(tile, warps, -(-value_width // tile), registers=registers)
