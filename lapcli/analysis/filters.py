@@ -36,8 +36,7 @@ def filter_magnitudes(source: ModelSource, family: Family, layer: StatefulLayer)
             header, _entry = source.tensors[member.tensor]
             with safe_open(header.path, framework="pt") as handle:
                 taps = handle.get_tensor(member.tensor).double().abs().flatten(1)
-            heads = torch.arange(layer.heads).unsqueeze(1)
-            rows = member.offset + heads * member.stride + torch.arange(layer.key_width)
+            rows = torch.tensor([list(head) for head in member.rows(layer.heads, layer.key_width)])
             # A part of a convolution that lies in several tensors holds some of the channels.
             inside = (rows >= 0) & (rows < len(taps))
             total = total + torch.where(inside.unsqueeze(-1), taps[rows.clamp(0, len(taps) - 1)], 0.0)

@@ -59,6 +59,11 @@ class Member:
     partial: bool = False
     factor: float = 1.0
 
+    def rows(self, heads: int, width: int) -> list[range]:
+        """By head, where its channels are along the axis; of a part of a tensor perhaps outside of it."""
+        firsts = [self.offset + head * self.stride for head in range(heads)]
+        return [range(first, first + width) for first in firsts]
+
 
 @dataclass(frozen=True)
 class PredictionHead:

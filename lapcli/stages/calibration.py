@@ -175,8 +175,8 @@ def _projections(layer: StatefulLayer) -> dict[str, list[Member]]:
 
 def _head_rows(values: Tensor, member: Member, layer: StatefulLayer) -> Tensor:
     """The channels of a projection `[..., D]` per head: `[H, K, D]` in fp64."""
-    rows = torch.arange(layer.key_width) + member.stride * torch.arange(layer.heads).unsqueeze(1) + member.offset
-    return values[rows.to(values.device)].double()
+    rows = torch.tensor([list(head) for head in member.rows(layer.heads, layer.key_width)], device=values.device)
+    return values[rows].double()
 
 
 def _gradient_name(layer: int, side: str) -> str:

@@ -80,9 +80,8 @@ def cutting(
             cut = cuts.setdefault(member.tensor, Cut(member.axis, entry.shape[member.axis], set()))
             if cut.axis != member.axis:
                 raise FamilyError(f"{member.tensor} is declared on axes {cut.axis} and {member.axis}")
-            for head, channels in enumerate(gone[layer.index]):
-                first = member.offset + head * member.stride
-                places = (first + channel for channel in channels)
+            for rows, channels in zip(member.rows(layer.heads, layer.key_width), gone[layer.index], strict=True):
+                places = (rows[channel] for channel in channels)
                 cut.gone.update((p for p in places if 0 <= p < cut.length) if member.partial else places)
     further = family.mtp(source.config, source.tensors.keys())
     # The width that a mixer of the head is built with is the model's, and no kept channels were chosen for it.
@@ -110,7 +109,7 @@ def _entry(source: ModelSource, member: Member, layer: StatefulLayer) -> TensorE
     entry = source.tensors[member.tensor][1]
     if member.partial:
         return entry
-    needed = member.offset + (layer.heads - 1) * member.stride + layer.key_width
+    needed = member.rows(layer.heads, layer.key_width)[-1].stop
     found = entry.shape[member.axis] if member.axis < len(entry.shape) else 0
     if found < needed:
         raise FamilyError(

@@ -100,11 +100,10 @@ def turns_of(source: ModelSource, layers: Sequence[StatefulLayer], bases: Bases)
                 raise FamilyError(f"{member.tensor} has its key channels on axis {member.axis}; only rows are rotated")
             if entry.dtype not in _DTYPES:
                 raise ModelError(f"{member.tensor} is {entry.dtype}, which is not rotated: {', '.join(_DTYPES)} are")
-            for head, basis in enumerate(bases[layer.index]):
-                first = member.offset + head * member.stride
-                inside = max(0, min(first + layer.key_width, entry.shape[0]) - max(first, 0))
+            for rows, basis in zip(member.rows(layer.heads, layer.key_width), bases[layer.index], strict=True):
+                inside = max(0, min(rows.stop, entry.shape[0]) - max(rows.start, 0))
                 if inside == layer.key_width:
-                    turn = Turn(first, basis, _FILTERS[member.role])
+                    turn = Turn(rows.start, basis, _FILTERS[member.role])
                     found.setdefault(member.tensor, []).append(turn)
                 elif inside:
                     raise FamilyError(f"{member.tensor} holds {inside} of the {layer.key_width} channels of a key head")
