@@ -216,7 +216,7 @@ def _speed(
             f"{facts['device']}: copies {facts['copy_bytes'] / 1e9:.4g} GB/s, products "
             f"{facts['product_flops'] / 1e12:.3g} TFLOP/s, {str(dtype).removeprefix('torch.')}"
         )
-    command = "lapcli " + shlex.join(sys.argv[1:])
+    command = "lapcli " + shlex.join(_without_paths(sys.argv[1:]))
     results = Results(
         command, facts, path=output, budget=clock, each=None if said else lambda row: display.closing(_line(row))
     )
@@ -232,6 +232,18 @@ def _speed(
     if not said:
         written = [str(path) for path in (output, plot) if path is not None]
         display.closing(f"measured: {', '.join(written)}" if written else "measured; --output FILE keeps the rows")
+
+
+def _without_paths(arguments: list[str]) -> list[str]:
+    """What was typed, but for where results go, which is nobody else's business."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if not skip and name not in ("--output", "--plot"):
+            kept.append(argument)
+        skip = not skip and name in ("--output", "--plot") and not equals
+    return kept
 
 
 def _line(row: "Row") -> str:

@@ -203,7 +203,7 @@ def test_prompts_mixers_and_operators_are_judged_and_timed():
     mixer_benchmark(toy(), [(5, 9)], results, CPU, torch.float32, decode=True, settings=FEW)
     step_operator_benchmark(shapes_of("toy", (32, 16)), [6], results, CPU, torch.float32, settings=FEW)
     chunk_operator_benchmark(
-        shapes_of("toy", (32, 16)), [(2, 150)], results, CPU, torch.float32, backward=(False, True), settings=FEW
+        shapes_of("toy", (16,)), [(2, 150)], results, CPU, torch.float32, backward=(False, True), settings=FEW
     )
     measured = {
         (row.cell.what, row.cell.key_width, row.cell.way, row.cell.state_dtype, row.cell.backward)
@@ -218,9 +218,9 @@ def test_prompts_mixers_and_operators_are_judged_and_timed():
             ("decode mixer", width, "lapcli", "float32", False),
             ("decode operator", width, "lapcli", "float32", False),
             ("decode operator", width, "pytorch", "bfloat16", False),
-            ("prefill operator", width, "lapcli", "float32", False),
-            ("prefill operator", width, "lapcli", "float32", True),
         } <= measured
+    for backward in (False, True):
+        assert ("prefill operator", 16, "lapcli", "float32", backward) in measured
     assert all(row.over_floor > 0 for row in results.rows if row.status == "measured")
 
 

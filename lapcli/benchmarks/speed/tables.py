@@ -308,4 +308,4 @@ def generation_crossings(rows: Sequence[Row]) -> list[str]:
                         f"{model}, batch {batch}, prompts of {tokens}: {sooner} overtakes {later} after {after:.0f} "
                         "generated tokens"
                     )
-    return said
+    return list(dict.fromkeys(said))
