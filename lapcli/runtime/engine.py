@@ -14,12 +14,15 @@ from lapcli.runtime.sampling import Mode, mode_of
 from lapcli.runtime.settings import DecodePath, Event, GenerationSettings
 from lapcli.runtime.steps import Steps
 from lapkernels.delta_step import select_impl, why_not
+from lapkernels.thin_linear import select_impl as select_thin
 
 KERNELS = ("auto", "reference", "chunked", "triton", "fla")
 """What `--kernel` may say here: `reference` and `triton` choose the state's step, the others the prefill's kernel."""
 PREFILL_TOKENS = 8192
 """Tokens of a piece of a prompt: more would not run faster, and take memory for activations."""
 DEFAULT_LENGTH = 4096
+THIN_ROWS = 4
+"""Rows up to which a step's products are bound by reading their matrices, not by launches of anything else."""
 
 
 class Prefilled(NamedTuple):
@@ -47,6 +50,8 @@ class Engine:
         kernel: see `KERNELS`.
         state_dtype: of recurrent states: fp32, or bf16 to halve them. fp64 models have fp64.
         graphs: whether to capture CUDA graphs; default: on a CUDA device.
+        thin: rows of a step, at most, whose norms and sums are done within products (`lapkernels.thin_linear`);
+            default: `THIN_ROWS` where that has a compiled kernel, else none.
 
     Attributes:
         device: where.
@@ -66,6 +71,7 @@ class Engine:
         kernel: str = "auto",
         state_dtype: torch.dtype = torch.float32,
         graphs: bool | None = None,
+        thin: int | None = None,
     ):
         if max_rows < 1:
             raise UsageError(f"max_rows = {max_rows}: an engine has room for 1 row at least")
@@ -88,6 +94,9 @@ class Engine:
         self.plan: Plan | EagerPlan = make_plan(model, room) if why is None else EagerPlan(model)
         # What waits for the host cannot be captured: the library's own pass, and steps in PyTorch.
         graphs = graphs and why is None and state_kernel(self.device, self.dtype, impl) == "triton"
+        if isinstance(self.plan, Plan):
+            compiled = select_thin(self.device, self.dtype).name == "triton"
+            self.plan.thin = (THIN_ROWS if compiled else 0) if thin is None else thin
         self._path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)
         self.slots = Slots(max_rows)
         self.steps = Steps(self.plan, max_rows, max_rows, self.device, capture=graphs)

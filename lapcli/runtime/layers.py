@@ -6,7 +6,7 @@ device or looks at a value, so that a whole step can be captured in a CUDA graph
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lapcli.runtime.pools import RecurrentPool
 from lapkernels.delta_step import ConvState, delta_step
 from lapkernels.norm import rms_norm, swiglu
+from lapkernels.thin_linear import Normed, thin_linear
 
 _ALIGN = 64
 """Rows of a fused projection are padded to a multiple of this, so that its results are aligned in memory."""
@@ -53,6 +54,15 @@ class Part(Protocol):
         ...
 
 
+@runtime_checkable
+class DirectPart(Protocol):
+    """A part that can do its norm and its residual sum within its own products, which few rows gain by."""
+
+    def direct(self, x: Tensor, norm: "Norm", scale: float, rows: Rows) -> Tensor:
+        """From the stream `[B, D]` to the stream with what the part adds to it."""
+        ...
+
+
 class Norm:
     """`x / rms(x) * weight`, summed in fp32, with a residual addition before it.
 
@@ -64,6 +74,7 @@ class Norm:
 
     def __init__(self, weight: Tensor, eps: float, *, centred: bool = False):
         self.weight, self.eps, self.offset = weight.detach(), eps, 1.0 if centred else 0.0
+        self.normed = Normed(self.weight, eps, self.offset)
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Normalise `[B, D]`, into `dtype`."""
@@ -203,9 +214,17 @@ class DeltaMixer:
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Take one token of each row in, write its state, read it."""
+        return self.output(self._step(F.linear(hidden, self.weight), rows))
+
+    def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
+        """The same with norm and sum."""
+        mixed = self._step(thin_linear(x, self.weight, norm=norm.normed), rows)
+        return thin_linear(mixed, self.output.weight, self.output.bias, residual=x, scale=scale)
+
+    def _step(self, projected: Tensor, rows: Rows) -> Tensor:
+        """From all projections to what the output projection reads."""
         heads, decay = self.heads, self.decay
-        projected = F.linear(hidden, self.weight).unsqueeze(1)
-        q, k, v, gate, b, a, _ = projected.split(self.sizes, dim=-1)
+        q, k, v, gate, b, a, _ = projected.unsqueeze(1).split(self.sizes, dim=-1)
         keys, values = (heads.key_heads, heads.key_width), (heads.value_heads, heads.value_width)
         if decay is not None and decay.up is not None:
             a = F.linear(a, decay.up)
@@ -235,7 +254,7 @@ class DeltaMixer:
             silu_k=self.silu,
             impl=self.impl,
         )
-        return self.output(mixed.flatten(2).squeeze(1))
+        return mixed.flatten(2).squeeze(1)
 
 
 class GatedMlp:
@@ -255,6 +274,35 @@ class GatedMlp:
         """`[B, D]` to the same."""
         inner = F.linear(hidden, self.weight, self.bias)
         return self.down(swiglu(inner[:, : 2 * self.width]))
+
+    def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
+        """The same with norm and sum."""
+        inner = thin_linear(x, self.weight, self.bias, norm=norm.normed)[:, : 2 * self.width]
+        return thin_linear(inner, self.down.weight, self.down.bias, gated=True, residual=x, scale=scale)
+
+
+class Head:
+    """From the stream to logits.
+
+    Args:
+        linear: the output embedding.
+        scale: factor on the logits.
+        widened: whether the library gives them in fp32.
+    """
+
+    def __init__(self, linear: nn.Linear, scale: float = 1.0, *, widened: bool = False):
+        self.linear, self.scale, self.widened = linear, scale, widened
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[B, D]`, normed, to `[B, vocabulary]`."""
+        logits = self.linear(hidden)
+        logits = logits.float() if self.widened else logits
+        return logits if self.scale == 1.0 else logits * self.scale
+
+    def direct(self, x: Tensor, norm: Norm) -> Tensor:
+        """The same with the norm."""
+        logits = thin_linear(x, self.linear.weight, self.linear.bias, norm=norm.normed, scale=self.scale)
+        return logits.float() if self.widened else logits
 
 
 class LibraryModule:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lapcli.runtime.attention import Attention, Rotary, RowCache
-from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Gate, GatedMlp, LibraryModule, Norm, Part, fused
+from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Gate, GatedMlp, Head, LibraryModule, Norm, Part, fused
 from lapcli.runtime.pools import AttentionPool, RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import LibraryPrefiller
 
@@ -95,7 +95,7 @@ class Builder:
         embed: Callable[[Tensor], Tensor],
         sublayers: "list[Sublayer]",
         final: Norm,
-        head: Callable[[Tensor], Tensor],
+        head: Head,
         residual_dtype: torch.dtype | None = None,
     ) -> "Plan":
         """The plan of all that was collected."""
@@ -259,7 +259,7 @@ def qwen_plan(model: Any, room: "Room") -> "Plan":
             Sublayer(mixer, norm(block.input_layernorm, centred=not lara)),
             Sublayer(mlp(block.mlp, build.config), norm(block.post_attention_layernorm, centred=not lara)),
         ]
-    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm, centred=not lara), model.lm_head)
+    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm, centred=not lara), Head(model.lm_head))
 
 
 def olmo_plan(model: Any, room: "Room") -> "Plan":
@@ -281,7 +281,7 @@ def olmo_plan(model: Any, room: "Room") -> "Plan":
                 Sublayer(mixer, None, norm(block.post_attention_layernorm)),
                 Sublayer(feed, None, norm(block.post_feedforward_layernorm)),
             ]
-    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm), model.lm_head)
+    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm), Head(model.lm_head))
 
 
 def kimi_plan(model: Any, room: "Room") -> "Plan":
@@ -298,4 +298,4 @@ def kimi_plan(model: Any, room: "Room") -> "Plan":
             Sublayer(mixer, norm(block.input_layernorm)),
             Sublayer(mlp(block.mlp, build.config), norm(block.post_attention_layernorm)),
         ]
-    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm), model.lm_head)
+    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.norm), Head(model.lm_head))

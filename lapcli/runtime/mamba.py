@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapcli.runtime.layers import GatedMlp, LibraryModule, Norm, Part, Rows, fused, laid_by_tap
+from lapcli.runtime.layers import GatedMlp, Head, LibraryModule, Norm, Part, Rows, fused, laid_by_tap
 from lapcli.runtime.library_models import Builder, mlp, norm
 from lapcli.runtime.pools import RecurrentPool, RecurrentShape
 from lapkernels.ssd_step import ConvState, ssd_step
+from lapkernels.thin_linear import thin_linear
 
 if TYPE_CHECKING:
     from lapcli.runtime.plans import Plan, Room
@@ -68,9 +69,17 @@ class SsdMixer:
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Take one token of each row in, write its state, read it."""
-        heads = self.heads
         hidden = hidden if self.before == 1.0 else hidden * self.before
-        projected = F.linear(hidden, self.weight, self.bias)
+        return self.output(self._step(F.linear(hidden, self.weight, self.bias), rows))
+
+    def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
+        """The same with norm and sum. (Where the input has a factor, the mixer is within a `Sum`, which has none.)"""
+        mixed = self._step(thin_linear(x, self.weight, self.bias, norm=norm.normed), rows)
+        return thin_linear(mixed, self.output.weight, self.output.bias, residual=x, scale=scale)
+
+    def _step(self, projected: Tensor, rows: Rows) -> Tensor:
+        """From all projections to what the output projection reads."""
+        heads = self.heads
         projected = projected if self.after is None else projected * self.after
         z, x, B, C, dt, _ = projected.unsqueeze(1).split(self.sizes, dim=-1)
         values, shared = (heads.heads, heads.value_width), (heads.groups, heads.state_width)
@@ -94,7 +103,7 @@ class SsdMixer:
             gate_first=self.gate_first,
             impl=self.impl,
         )
-        return self.output(mixed.flatten(2).squeeze(1))
+        return mixed.flatten(2).squeeze(1)
 
 
 def _norm_groups(module: Any, width: int) -> int:
@@ -146,12 +155,9 @@ def mamba2_plan(model: Any, room: "Room") -> "Plan":
     build = Builder(model, room)
     sublayers = [Sublayer(mamba_mixer(build, block.mixer), norm(block.norm)) for block in build.base.layers]
     wide = torch.promote_types(build.dtype, torch.float32) if build.config.residual_in_fp32 else None
-    return build.plan(build.base.embeddings, sublayers, norm(build.base.norm_f), _in_fp32(model.lm_head), wide)
-
-
-def _in_fp32(head: nn.Linear) -> Any:
-    """A head whose logits the library widens."""
-    return lambda hidden: head(hidden).float()
+    return build.plan(
+        build.base.embeddings, sublayers, norm(build.base.norm_f), Head(model.lm_head, widened=True), wide
+    )
 
 
 def bamba_plan(model: Any, room: "Room") -> "Plan":
@@ -167,7 +173,7 @@ def bamba_plan(model: Any, room: "Room") -> "Plan":
             Sublayer(mixer, norm(block.input_layernorm)),
             Sublayer(mlp(block.feed_forward, build.config), norm(block.pre_ff_layernorm)),
         ]
-    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.final_layernorm), model.lm_head)
+    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.final_layernorm), Head(model.lm_head))
 
 
 def granite_plan(model: Any, room: "Room") -> "Plan":
@@ -191,7 +197,7 @@ def granite_plan(model: Any, room: "Room") -> "Plan":
         _times(build.base.embed_tokens, float(build.base.embedding_multiplier)),
         sublayers,
         norm(build.base.norm),
-        _times(model.lm_head, 1 / float(build.config.logits_scaling)),
+        Head(model.lm_head, 1 / float(build.config.logits_scaling)),
     )
 
 
@@ -223,7 +229,7 @@ def falcon_plan(model: Any, room: "Room") -> "Plan":
         _times(build.base.embed_tokens, float(build.base.embedding_multiplier)),
         sublayers,
         norm(build.base.final_layernorm),
-        _times(model.lm_head, float(build.base.lm_head_multiplier)),
+        Head(model.lm_head, float(build.base.lm_head_multiplier)),
     )
 
 
@@ -247,7 +253,7 @@ def nemotron_plan(model: Any, room: "Room") -> "Plan":
         else:
             part = LibraryModule(block.mixer)
         sublayers.append(Sublayer(part, norm(block.norm)))
-    return build.plan(build.base.embeddings, sublayers, norm(build.base.norm_f), _in_fp32(model.lm_head))
+    return build.plan(build.base.embeddings, sublayers, norm(build.base.norm_f), Head(model.lm_head, widened=True))
 
 
 class Zamba2Block:
@@ -290,4 +296,4 @@ def zamba2_plan(model: Any, room: "Room") -> "Plan":
         shared = block.shared_transformer
         attention = build.attention_part(shared.self_attn, index, layer_idx=index)
         sublayers.append(Sublayer(Zamba2Block(mixer, before, shared, attention, block.linear, index), None))
-    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.final_layernorm), model.lm_head)
+    return build.plan(build.base.embed_tokens, sublayers, norm(build.base.final_layernorm), Head(model.lm_head))

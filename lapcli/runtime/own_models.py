@@ -9,7 +9,7 @@ from lapcli.models.delta_net import DeltaNetMixer
 from lapcli.models.gated_deltanet import GatedDeltaNetMixer
 from lapcli.models.mixer import DeltaRuleMixer
 from lapcli.models.norms import GatedRMSNorm
-from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Gate, GatedMlp, Norm, fused
+from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Gate, GatedMlp, Head, Norm, fused
 from lapcli.runtime.pools import RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import OwnPrefiller
 
@@ -45,7 +45,7 @@ def own_plan(model: Any, room: "Room") -> "Plan":
         embed=model.model.embeddings,
         sublayers=sublayers,
         final=_norm(model.model.norm),
-        head=model.lm_head,
+        head=Head(model.lm_head),
         prefiller=OwnPrefiller(model, recurrent),
         recurrent=recurrent,
     )

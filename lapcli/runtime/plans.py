@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapcli.errors import ModelError
-from lapcli.runtime.layers import Norm, Part, Rows
+from lapcli.runtime.layers import DirectPart, Head, Norm, Part, Rows
 from lapcli.runtime.pools import AttentionPool, RecurrentPool
 from lapcli.runtime.prefill import Prefiller
 
@@ -48,23 +48,25 @@ class Plan:
         embed: tokens `[B]` to `[B, D]`.
         sublayers: what follows, in order.
         final: the last norm.
-        head: `[B, D]` to logits.
+        head: from the stream to logits.
         prefiller: the model's own forward pass.
         recurrent: the pools of layers with a state, by layer.
         attention: the pools of layers with keys and values, by layer.
         residual_dtype: of the stream between sublayers; `None` for the embedding's.
         together: rows of one prefill, at most.
+        thin: rows of a step, at most, whose norms and sums are done within products.
     """
 
     embed: Callable[[Tensor], Tensor]
     sublayers: list[Sublayer]
     final: Norm
-    head: Callable[[Tensor], Tensor]
+    head: Head
     prefiller: Prefiller
     recurrent: dict[int, RecurrentPool]
     attention: dict[int, AttentionPool] = field(default_factory=dict)
     residual_dtype: torch.dtype | None = None
     together: int = 256
+    thin: int = 0
 
     def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
         """One step: tokens `[B]` to logits `[B, vocabulary]`."""
@@ -73,13 +75,20 @@ class Plan:
         rows.kept["embedding"] = x
         x = x if self.residual_dtype is None else x.to(self.residual_dtype)
         change: Tensor | None = None
+        thin = len(tokens) <= self.thin
         for sub in self.sublayers:
+            if thin and sub.norm is not None and sub.after is None and isinstance(sub.part, DirectPart):
+                x = x if change is None else x + change
+                x, change = sub.part.direct(x, sub.norm, sub.scale, rows), None
+                continue
             x, hidden = _normed(x, change, sub.norm, dtype)
             change = sub.part(hidden, rows)
             if sub.after is not None:
                 change = sub.after(change, dtype)
             if sub.scale != 1.0:
                 change = change * sub.scale
+        if thin:
+            return self.head.direct(x if change is None else x + change, self.final)
         _, hidden = _normed(x, change, self.final, dtype)
         return self.head(hidden)
 

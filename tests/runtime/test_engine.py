@@ -105,6 +105,20 @@ def test_padding_rows_change_nothing(engine, reference):
             assert torch.equal(tensor[others], old[others])
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_few_rows_within_products(tmp_path, name):
+    """Norms and sums done by the products of a part: the same logits."""
+    make, config = MODELS[name]
+    source = resolve_model(str(make(tmp_path / "m", **config)))
+    reference, engine, rows = load_model(source), Engine(load_model(source), max_rows=2, thin=2), prompts_of(2, 9)
+    slots = [found.slot for found in engine.prefill_rows(rows)]
+    for token in (5, 6, 7):
+        for row in rows:
+            row.append(token)
+        for row, logits in zip(rows, engine.step([token, token], slots), strict=True):
+            assert distance(logits, full_logits(reference, row)) < TOLERANCE
+
+
 def test_many_steps_at_once_are_the_steps_one_by_one(source, engine):
     rows = prompts_of(4, 8)
     other = Engine(load_model(source), max_rows=2)

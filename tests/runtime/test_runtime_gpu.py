@@ -103,12 +103,12 @@ def test_stock_models_in_fp32_against_the_librarys_decoding(folders, name):
 
 
 @pytest.mark.parametrize("name", [*OWN, *STOCK])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-def test_a_graph_is_its_steps(folders, name, dtype):
+@pytest.mark.parametrize(("dtype", "thin"), [(torch.float32, 4), (BF16, 4), (BF16, 0)], ids=str)
+def test_a_graph_is_its_steps(folders, name, dtype, thin):
     """To the bit: the same kernels over as many rows, two of them padding."""
     source = folders(name)
     captured, eager = (
-        Engine(loaded(source, dtype), max_rows=4, max_length=64, graphs=graphs) for graphs in (True, False)
+        Engine(loaded(source, dtype), max_rows=4, max_length=64, graphs=graphs, thin=thin) for graphs in (True, False)
     )
     rows = prompts_of(5, 33)
     slots = [[found.slot for found in engine.prefill_rows(rows)] for engine in (captured, eager)]

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+import lapcli.runtime.layers
+import lapcli.runtime.mamba
 from lapcli.errors import ModelError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
+from lapcli.runtime.layers import DirectPart
 from lapcli.runtime.planned import PLANS
 from lapcli.testing.decoding import cached_logits, distance, full_logits, prompts_of
 from lapcli.testing.slices import random_kept, sliced_by
@@ -112,6 +115,29 @@ def test_samples_do_not_depend_on_the_batch(models):
                 tokens.setdefault(event.row, []).extend(event.tokens)
         found.append(tokens)
     assert [found[3][row] for row in range(3)] == [found[row][0] for row in range(3)]
+
+
+def test_few_rows_within_products(models, monkeypatch):
+    """Norms and sums done by the products of a part, wherever it has such: the same logits."""
+    name, reference, model = models
+    calls = []
+    for module in (lapcli.runtime.layers, lapcli.runtime.mamba):
+        plain = module.thin_linear
+        monkeypatch.setattr(module, "thin_linear", lambda *a, f=plain, **k: calls.append(1) or f(*a, **k))
+    engine = Engine(model, max_rows=3, max_length=64, thin=2)
+    if name in BY_THE_LIBRARY:
+        return
+    rows = prompts_of(4, 9, 2)
+    bound = tolerance(reference, rows)
+    slots = [found.slot for found in engine.prefill_rows(rows)]
+    engine.step([5, 6, 7], slots)
+    # More rows than that: nothing is thin.
+    assert not calls
+    found = engine.step([8, 9], slots[:2])
+    direct = sum(isinstance(sub.part, DirectPart) and sub.after is None for sub in engine.plan.sublayers)
+    assert len(calls) == 2 * direct + 1
+    for row, taken, logits in zip(rows, ((5, 8), (6, 9)), found, strict=False):
+        assert distance(logits, full_logits(reference, [*row, *taken])) < bound
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "qwen3_next", "mamba2"])

@@ -140,14 +140,15 @@ def attend_step_triton(
     attend_shares: Any = _attend_shares
     join_shares: Any = _join_shares
     blocks: dict[str, Any] = {"BV": triton.next_power_of_2(max(value_width, 16)), "SHARES": shares, "num_warps": 4}
-    attend_shares[(batch, heads, shares)](
-        query, key, value, keys, values, position, slots, sums, peaks, totals,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
-        scale, window or 0,
-        H=heads, G=group, K=key_width, V=value_width,
-        BG=triton.next_power_of_2(max(group, 16)), BK=triton.next_power_of_2(max(key_width, 16)), BN=_TOKENS,
-        WINDOWED=window is not None, IEEE=query.dtype == torch.float32, **blocks,
-    )  # fmt: skip
-    join_shares[(batch * query_heads,)](sums, peaks, totals, output, V=value_width, **blocks)
+    with torch.cuda.device(query.device.index if query.is_cuda else -1):
+        attend_shares[(batch, heads, shares)](
+            query, key, value, keys, values, position, slots, sums, peaks, totals,
+            query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+            scale, window or 0,
+            H=heads, G=group, K=key_width, V=value_width,
+            BG=triton.next_power_of_2(max(group, 16)), BK=triton.next_power_of_2(max(key_width, 16)), BN=_TOKENS,
+            WINDOWED=window is not None, IEEE=query.dtype == torch.float32, **blocks,
+        )  # fmt: skip
+        join_shares[(batch * query_heads,)](sums, peaks, totals, output, V=value_width, **blocks)
     return output

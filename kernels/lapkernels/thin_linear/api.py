@@ -1,0 +1,117 @@
+"""The public function, and the choice of what computes it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lapkernels import verdicts
+from lapkernels._triton import kernels_can_run
+from lapkernels.delta_rule.api import Choice
+from lapkernels.errors import InvalidInput, KernelUnavailable
+from lapkernels.thin_linear.reference import thin_linear_reference
+from lapkernels.thin_linear.validation import check_arguments
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+MOST_ROWS = 8
+"""That the kernel takes: more are better served by a matrix product on tensor cores."""
+
+
+class Normed(NamedTuple):
+    """An RMS norm before a layer.
+
+    Attributes:
+        weight: `[D]`.
+        eps: added to the mean square.
+        offset: added to the weight (1 where it is kept less one).
+    """
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+def why_not(impl: str, device: torch.device | str, dtype: torch.dtype, rows: int = 1) -> str | None:
+    """Say why an implementation asked for by name cannot run such a call; else `None`.
+
+    Args:
+        impl: its name.
+        device: where the tensors lie.
+        dtype: of the matrix.
+        rows: of the input.
+
+    Raises:
+        InvalidInput: there is no such implementation.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise InvalidInput(f"impl is '{impl}'; the thin layer has {', '.join(IMPLEMENTATIONS)}")
+    if impl != "triton":
+        return None
+    if dtype == torch.float64:
+        return "its kernel computes in fp32; fp64 inputs need impl='reference'"
+    if rows > MOST_ROWS:
+        return f"its kernel takes {MOST_ROWS} rows at most, not {rows}"
+    if not kernels_can_run(torch.device(device)):
+        return (
+            "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
+            "is imported to test the kernel there"
+        )
+    return verdicts.why_wrong("thin_linear", impl, torch.device(device))
+
+
+def select_impl(device: torch.device | str, dtype: torch.dtype, rows: int = 1) -> Choice:
+    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
+    if torch.device(device).type == "cpu":
+        return Choice("reference", "on a CPU PyTorch is the faster way")
+    why = why_not("triton", device, dtype, rows)
+    if why is None:
+        return Choice("triton", "one kernel that reads the matrix once")
+    return Choice("reference", f"in PyTorch: {why}")
+
+
+def thin_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Normed | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+    impl: str = "auto",
+) -> Tensor:
+    """`residual + scale (f(x) W^T + bias)`, where `f` is an RMS norm, SwiGLU or nothing.
+
+    `f(x)` is computed in fp32 (fp64 for fp64) and rounded to the matrix's dtype, as where it is a layer of its own;
+    sums are fp32, and the result is rounded once.
+
+    Args:
+        x: `[B, D]`, or `[B, 2 D]` of gate and up side by side with `gated`; the last axis contiguous.
+        weight: `[N, D]`, the last axis contiguous.
+        bias: `[N]`.
+        norm: the norm before the layer; not together with `gated`.
+        gated: whether `f(x)` is `silu(gate) * up`.
+        residual: `[B, N]`, what the result is added to.
+        scale: factor on the result.
+        impl: `auto` (see `select_impl`), `reference` or `triton`.
+
+    Returns:
+        `[B, N]`, in the residual's dtype where there is one, else in the matrix's.
+
+    Raises:
+        InvalidInput: a shape, dtype, stride or device that breaks the contract.
+        KernelUnavailable: an `impl` asked for by name that cannot run here.
+    """
+    check_arguments(x, weight, bias, None if norm is None else norm.weight, gated, residual)
+    if impl == "auto":
+        impl = select_impl(x.device, weight.dtype, len(x)).name
+    elif (why := why_not(impl, x.device, weight.dtype, len(x))) is not None:
+        raise KernelUnavailable(f"impl='{impl}' for the thin layer: {why}")
+    parts = (None, 0.0, 0.0) if norm is None else norm
+    if impl == "triton":
+        # Here, since it imports triton.
+        from lapkernels.thin_linear.triton_thin import thin_linear_triton
+
+        return thin_linear_triton(x, weight, bias, *parts, gated, residual, scale)
+    return thin_linear_reference(x, weight, bias, *parts, gated, residual, scale)
