@@ -12,6 +12,15 @@ from typing import Any, cast
 from lapcli.artifacts.atomic import atomic_file
 from lapcli.errors import ArtifactError
 
+RECOVERY_FILE = "recovery.json"
+"""What came of a recovery, in its folder."""
+
+CURVE_FILE = "curve.jsonl"
+"""Its training's curve, there too."""
+
+ANALYSIS_FILE = "analysis.safetensors"
+"""What `lapcli analyze` found, in its folder."""
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -57,6 +66,11 @@ class RunDirectory:
     def control_recovery(self) -> Path:
         """As `recovery`, of the control."""
         return self.path / "recovery-control"
+
+    @property
+    def analysis(self) -> Path:
+        """What `lapcli analyze` writes of the run: its artifact, tables and pictures."""
+        return self.path / "analysis"
 
     @property
     def evaluation(self) -> Path:

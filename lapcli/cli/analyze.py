@@ -63,17 +63,18 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Write `RUN/analysis/`: numbers as one artifact, tables as CSV, pictures as PNG and SVG."""
+    from lapcli.artifacts import ANALYSIS_FILE
     from lapcli.cli import context, display
     from lapcli.data import check_source, parse_mixture
     from lapcli.machine import Machine
     from lapcli.reporting import SilentReporter
-    from lapcli.stages.analysis import FILE, analyse, plan_analysis
+    from lapcli.stages.analysis import analyse, plan_analysis
 
     directory = context.run_directory(run_path)
     inputs = _inputs(model, baseline, compare, directory)
     settings = _settings(inputs.base, data, samples, seq_len, stride, skip, seed)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
-    folder = directory.path / "analysis"
+    folder = directory.analysis
     for part in parse_mixture(settings.data):
         check_source(part.name)
     if dry_run:
@@ -98,7 +99,7 @@ def run(
     summary = analysis.summary()
     if as_json:
         files = [str(path) for path in written]
-        display.emit({"analysis": str(folder / FILE), "worked": worked, **summary, "files": files})
+        display.emit({"analysis": str(folder / ANALYSIS_FILE), "worked": worked, **summary, "files": files})
         return
     if not quiet:
         _show(summary)

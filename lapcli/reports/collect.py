@@ -8,7 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lapcli.artifacts import Artifact, RunDirectory, read_artifact, read_document
+from lapcli.artifacts import (
+    ANALYSIS_FILE,
+    CURVE_FILE,
+    RECOVERY_FILE,
+    Artifact,
+    RunDirectory,
+    read_artifact,
+    read_document,
+)
 from lapcli.errors import ArtifactError, LapcliError
 from lapcli.evaluation.results import Evaluation
 from lapcli.families.registry import family_for
@@ -142,15 +150,16 @@ def _entry(found: Found, name: str, run: RunDirectory) -> Entry:
     entry = Entry(name, run)
     entry.evaluation = _try(found, lambda: read_evaluation(run.evaluation))
     for label, folder in (("recovered", run.recovery), ("control", run.control_recovery)):
-        if (folder / "recovery.json").is_file():
-            lineage = _try(found, lambda folder=folder: read_document(folder / "recovery.json", "recovery"))
+        if (folder / RECOVERY_FILE).is_file():
+            lineage = _try(found, lambda folder=folder: read_document(folder / RECOVERY_FILE, "recovery"))
             if lineage is not None:
                 entry.recoveries[label] = {"settings": lineage.settings, **lineage.record}
-        lines = Curve(folder / "curve.jsonl").lines()
+        lines = Curve(folder / CURVE_FILE).lines()
         if lines:
             entry.curves[label] = lines
-    if (run.path / "analysis" / "analysis.safetensors").is_file():
-        entry.analysis = _try(found, lambda: _analysis(run.path / "analysis" / "analysis.safetensors"))
+    analysis = run.analysis / ANALYSIS_FILE
+    if analysis.is_file():
+        entry.analysis = _try(found, lambda: _analysis(analysis))
     return entry
 
 

@@ -527,8 +527,7 @@ def _analyses(found: Found) -> list[Block]:
             blocks += [
                 Picture(said.capitalize(), said, path.read_bytes(), str(path))
                 for name, said in _PICTURES.items()
-                if (path := entry.run.path / "analysis" / f"{name}.png").is_file()
-                and path.read_bytes().startswith(b"\x89PNG")
+                if (path := entry.run.analysis / f"{name}.png").is_file() and path.read_bytes().startswith(b"\x89PNG")
             ]
     return blocks
 

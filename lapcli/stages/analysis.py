@@ -26,7 +26,15 @@ from lapcli.analysis.selections import (
 from lapcli.analysis.settings import AnalysisSettings
 from lapcli.analysis.states import Walker, bytes_per_sample, walk
 from lapcli.analysis.tables import write_tables
-from lapcli.artifacts import Artifact, Lineage, artifact_digest, read_artifact, refuse_foreign, write_artifact
+from lapcli.artifacts import (
+    ANALYSIS_FILE,
+    Artifact,
+    Lineage,
+    artifact_digest,
+    read_artifact,
+    refuse_foreign,
+    write_artifact,
+)
 from lapcli.data import fingerprint, token_blocks
 from lapcli.errors import ArtifactError, LapcliError, ModelError
 from lapcli.families.base import StatefulLayer
@@ -40,9 +48,6 @@ from lapcli.recipe import CalibrationSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.calibration import check_calibration
 from lapcli.stages.lineage import STALE_HINT, refuse_other_model, refuse_stale
-
-FILE = "analysis.safetensors"
-"""The numbers, in the folder of an analysis."""
 
 _STATE_BYTES = {"cpu": 512 << 20, "cuda": 8 << 30}
 _TOKENS_AT_ONCE = {"cpu": 8192, "cuda": 32768}
@@ -199,7 +204,7 @@ def analyse(
     """
     machine, reporter = machine or Machine(), reporter or SilentReporter()
     plan = plan_analysis(inputs, settings, machine=machine, reporter=reporter)
-    output = folder / FILE
+    output = folder / ANALYSIS_FILE
     analysis = _existing(output, plan.lineage, inputs.base, machine, overwrite)
     worked = analysis is None
     if analysis is None:

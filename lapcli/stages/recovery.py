@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-from lapcli.artifacts import Lineage, RunDirectory, atomic_file, read_document, write_document
+from lapcli.artifacts import (
+    CURVE_FILE,
+    RECOVERY_FILE,
+    Lineage,
+    RunDirectory,
+    atomic_file,
+    read_document,
+    write_document,
+)
 from lapcli.data import check_source, fingerprint, parse_mixture
 from lapcli.errors import ArtifactError, DataError, FamilyError, LapcliError, ModelError
 from lapcli.families.library_kernels import choose_kernels
@@ -48,7 +56,6 @@ from lapcli.training.curve import Curve
 from lapcli.training.distillation import align_vocabularies
 from lapcli.training.engine import (
     CHECKPOINTS,
-    CURVE,
     Execution,
     Recovery,
     StepDone,
@@ -62,7 +69,6 @@ from lapcli.training.stream import TrainingStream
 from lapcli.training.trackers import open_tracker
 
 KIND = "recovery"
-SUMMARY = "recovery.json"
 ADAPTER = "adapter"
 PICTURE = "curve.png"
 CARD = "README.md"
@@ -367,7 +373,7 @@ def _finished(
     Raises:
         ArtifactError: it was of other inputs; or what is written of it cannot be read, and no checkpoint can say more.
     """
-    summary = folder / SUMMARY
+    summary = folder / RECOVERY_FILE
     if not summary.is_file():
         return None
     try:
@@ -505,7 +511,7 @@ def recover_into(
     if not processes.leader:
         return RecoveryResult(plan.output, adapter, record, worked=True)
     lineage = recovery_lineage(plan.student, plan.teacher, plan.settings)
-    lines = Curve(plan.folder / CURVE).lines()
+    lines = Curve(plan.folder / CURVE_FILE).lines()
     record["seconds"] = round(sum(line.get("seconds", 0.0) for line in lines), 1)
     save_adapter(
         adapter, plan.student, trained.adapters, trained.state,
@@ -518,7 +524,9 @@ def recover_into(
         reporter.notice(f"{plan.folder / PICTURE} was not drawn: that needs matplotlib")
     record["reloaded"] = asdict(_merge(plan, adapter, record, trained.sample, machine, reporter))
     record["digest"] = resolve_model(str(plan.output)).digest
-    write_document(plan.folder / SUMMARY, replace(lineage, record={**record, "wall_seconds": time.monotonic() - begun}))
+    write_document(
+        plan.folder / RECOVERY_FILE, replace(lineage, record={**record, "wall_seconds": time.monotonic() - begun})
+    )
     label = "control" if plan.settings.control else "recovered"
     forget_stale(run.evaluation, label, record["digest"], reporter)
     for place in (plan.folder, plan.output):
@@ -566,7 +574,7 @@ def _check_ours(folder: Path) -> None:
     """
     if not folder.exists():
         return
-    ours = {CHECKPOINTS, CURVE, ADAPTER, SUMMARY, PICTURE, LINEAGE_FILE}
+    ours = {CHECKPOINTS, CURVE_FILE, ADAPTER, RECOVERY_FILE, PICTURE, LINEAGE_FILE}
     if not ours & {entry.name for entry in folder.iterdir()}:
         raise ArtifactError(f"{folder} is there, but lapcli did not write it", "remove it, or pass another --run DIR")
 

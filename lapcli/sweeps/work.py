@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lapcli.artifacts import RunDirectory, atomic_directory, atomic_file, read_document
+from lapcli.artifacts import RECOVERY_FILE, RunDirectory, atomic_directory, atomic_file, read_document
 from lapcli.errors import ArtifactError, LapcliError
 from lapcli.evaluation.results import Evaluation
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
@@ -23,7 +23,7 @@ from lapcli.stages.calibration import calibrate, has_saliency
 from lapcli.stages.evaluation import evaluate_into, models_of
 from lapcli.stages.evaluation_file import read_evaluation, write_evaluation
 from lapcli.stages.pruning import prune
-from lapcli.stages.recovery import SUMMARY, micro_batch, note_recovery, plan_recovery, recover_into
+from lapcli.stages.recovery import micro_batch, note_recovery, plan_recovery, recover_into
 from lapcli.sweeps.record import SweepDirectory
 from lapcli.training.engine import Execution
 
@@ -255,7 +255,7 @@ def is_finished(run: RunDirectory, entry: dict[str, Any], tasks: tuple[str, ...]
     try:
         made = {"sliced": run.sliced, **({"recovered": run.recovered} if recovers else {})}
         digests = {label: resolve_model(str(folder)).digest for label, folder in made.items()}
-        if recovers and read_document(run.recovery / SUMMARY).record.get("digest") != digests["recovered"]:
+        if recovers and read_document(run.recovery / RECOVERY_FILE).record.get("digest") != digests["recovered"]:
             return False
         evaluation = read_evaluation(run.evaluation) if tasks else None
     except LapcliError:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lapcli.artifacts import Lineage, digest_document
+from lapcli.artifacts import CURVE_FILE, Lineage, digest_document
 from lapcli.errors import LapcliError, ModelError, RecipeError
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
@@ -49,7 +49,6 @@ from lapcli.training.schedule import learning_rate_factor
 from lapcli.training.stream import PackedSequence
 
 CHECKPOINTS = "checkpoints"
-CURVE = "curve.jsonl"
 
 
 @dataclass(frozen=True)
@@ -343,7 +342,7 @@ class _Loop:
         self.on_step, self.on_validation = on_step, on_validation
         self.reporter = reporter if processes.leader else SilentReporter()
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, lineage, keep=execution.keep, reporter=self.reporter)
-        self.curve = Curve(folder / CURVE)
+        self.curve = Curve(folder / CURVE_FILE)
         trained = list(trained_parameters(student).values())
         self.optimizer = torch.optim.AdamW(
             trained,
