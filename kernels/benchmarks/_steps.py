@@ -59,12 +59,12 @@ class Case:
         """Of the convolution."""
         return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
-    def moved(self, taps: int = 4, per_head: int = 2) -> int:
+    def moved(self, per_head: int, taps: int = 4) -> int:
         """Bytes that must move: states twice; inputs, gate and output once; the ring's old inputs and the new one.
 
         Args:
-            taps: W.
             per_head: numbers that each head gets from the projection beside q, k, v and the gate.
+            taps: W.
         """
         inner = self.value_heads * self.value_width
         numbers = self.channels + 2 * inner + per_head * self.value_heads + taps * self.channels
@@ -229,6 +229,7 @@ def run(
     build: Callable[[Case, StepConfig], None],
     gate: Callable[[Case, StepConfig, torch.device], None],
     calls: Callable[[Case, torch.device, int], Iterator[tuple[str, Callable[[StepConfig], list[Any]]]]],
+    per_head: int = 2,
 ) -> int:
     """Check and time every case: the table's choice and the baselines of all cases first, then the variants.
 
@@ -241,6 +242,7 @@ def run(
         gate: asserts that a case's kernel is right, on a small batch.
         calls: for a case, device and number of copies: implementations by name, each of which gives, for a
             configuration, one call for each copy; `triton` is ours.
+        per_head: numbers that each head gets from the projection beside its vectors.
 
     Returns:
         The exit code: 1 when something was wrong.
@@ -281,10 +283,10 @@ def run(
                 wrong.add(key)
             rows.add(**facts, note=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             return
-        us, floor = found.seconds * 1e6, case.moved() / RATE * 1e6
+        us, floor = found.seconds * 1e6, case.moved(per_head) / RATE * 1e6
         rows.add(
-            **facts, us=us, spread=found.spread, bytes=case.moved(), floor_us=floor, ratio=us / floor,
-            state_ratio=us / (2 * case.state_bytes / RATE * 1e6), copy_ratio=us / (case.moved() / rate * 1e6),
+            **facts, us=us, spread=found.spread, bytes=case.moved(per_head), floor_us=floor, ratio=us / floor,
+            state_ratio=us / (2 * case.state_bytes / RATE * 1e6), copy_ratio=us / (case.moved(per_head) / rate * 1e6),
         )  # fmt: skip
 
     for case in cases:

@@ -175,7 +175,7 @@ def variants(case: Case) -> list[StepConfig]:
 def cases() -> list[Case]:
     """The most telling first."""
     if ARGUMENTS.toy:
-        return [Case("toy", 1, 2, 12, 16, 2, "bf16")]
+        return [Case("toy", 1, 1, 4, 4, 1, "bf16")]
     found = []
     for widths in [ARGUMENTS.widths] if ARGUMENTS.widths else WIDTHS:
         for batch in ARGUMENTS.batches or BATCHES:

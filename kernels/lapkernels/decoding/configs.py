@@ -51,7 +51,7 @@ def key_parts(key_width: int) -> tuple[int, int, int]:
     while rest > 0:
         above = power_of_two(rest)
         # A last part that is nearly full is cheaper than another part.
-        if len(parts) == 2 or above - rest <= key_width // 16:
+        if len(parts) == 2 or above - rest <= max(4, key_width // 16):
             parts.append(above)
             break
         parts.append(above // 2)
@@ -61,9 +61,9 @@ def key_parts(key_width: int) -> tuple[int, int, int]:
 
 
 @cache
-def processors(device: torch.device) -> int:
+def processors(device: torch.device | str) -> int:
     """Multiprocessors of a device; where kernels are interpreted, a GPU's usual number."""
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -83,7 +83,15 @@ REGISTERS = {4: ((64, 128), (96, 168)), 2: ((64, 128), (128, 168))}
 that more programs share a multiprocessor."""
 
 
-def choose_config(key_width: int, value_width: int, heads: int, state_bytes: int, device: torch.device) -> StepConfig:
+def choose_config(
+    key_width: int,
+    value_width: int,
+    heads: int,
+    state_bytes: int,
+    device: torch.device | str,
+    *,
+    columns_contiguous: bool = True,
+) -> StepConfig:
     """The configuration for a step: one tile a program.
 
     Args:
@@ -92,6 +100,7 @@ def choose_config(key_width: int, value_width: int, heads: int, state_bytes: int
         heads: rows times heads.
         state_bytes: of a number of the state.
         device: where it runs.
+        columns_contiguous: whether V is contiguous in the pool; the other order takes more registers.
     """
     rows = sum(key_parts(key_width))
     tile = min(WIDEST, power_of_two(value_width))
@@ -104,5 +113,6 @@ def choose_config(key_width: int, value_width: int, heads: int, state_bytes: int
     while warps < 8 and rows * tile > 32 * warps * MOST[state_bytes]:
         warps *= 2
     held = rows * tile / (32 * warps)
-    registers = next((most for numbers, most in REGISTERS[state_bytes] if held <= numbers), None)
+    fits = (most for numbers, most in REGISTERS[state_bytes] if held <= numbers and columns_contiguous)
+    registers = next(fits, None)
     return StepConfig(tile, warps, -(-value_width // tile), registers=registers)

@@ -42,8 +42,11 @@ def delta_step_triton(
     batch, time, key_heads, key_width = q.shape
     value_heads, value_width = v.shape[2:]
     heads = batch * value_heads
+    contiguous = state.stride(3) == 1
     if config is None:
-        config = choose_config(key_width, value_width, heads, state.element_size(), q.device)
+        config = choose_config(
+            key_width, value_width, heads, state.element_size(), q.device, columns_contiguous=contiguous
+        )
     tiles = config.tiles(value_width)
     check_kept_dtype(state)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -55,7 +58,7 @@ def delta_step_triton(
     none = out
     inputs, weight, bias = (none, none, None) if conv is None else (conv.inputs, conv.weight, conv.bias)
     parts = key_parts(key_width)
-    rows = config.rows_at_once(parts, state.element_size(), state.stride(3) == 1)
+    rows = config.rows_at_once(parts, state.element_size(), contiguous)
 
     def strides(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
         return (0,) * axes if tensor is None else tensor.stride()[:axes]

@@ -39,8 +39,11 @@ def ssd_step_triton(
     batch, time, heads, head_width = x.shape
     groups, state_width = B.shape[2:]
     check_kept_dtype(state)
+    contiguous = state.stride(2) == 1
     if config is None:
-        config = choose_config(state_width, head_width, batch * heads, state.element_size(), x.device)
+        config = choose_config(
+            state_width, head_width, batch * heads, state.element_size(), x.device, columns_contiguous=contiguous
+        )
     config = config._replace(splits=-(-head_width // config.tile))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # A pointer that is never followed, where an argument is absent.
@@ -49,7 +52,7 @@ def ssd_step_triton(
         counters, scratch = meeting_place(workspace, batch * norm_groups, out.numel(), x.device)
     inputs, weight, bias = (none, none, None) if conv is None else (conv.inputs, conv.weight, conv.bias)
     parts = key_parts(state_width)
-    rows = config.rows_at_once(parts, state.element_size(), state.stride(2) == 1)
+    rows = config.rows_at_once(parts, state.element_size(), contiguous)
     normed = heads // norm_groups * head_width
     chunk = min(power_of_two(normed), 1024)
 

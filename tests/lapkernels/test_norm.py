@@ -1,0 +1,69 @@
+"""The small operators: residual sum with RMS norm, SwiGLU."""
+
+import pytest
+import torch
+
+from lapkernels.errors import InvalidInput, KernelUnavailable
+from lapkernels.norm import rms_norm, select_impl, swiglu
+
+F64, BF16 = torch.float64, torch.bfloat16
+
+
+def test_the_norm_by_its_formula():
+    x, weight, residual = torch.randn(2, 3, 7, dtype=F64), torch.randn(7, dtype=F64), torch.randn(2, 3, 7, dtype=F64)
+    found = rms_norm(x, weight, 1e-5, residual=residual, offset=1.0)
+    assert torch.equal(found.residual, x + residual)
+    mean = sum((x + residual)[..., i] ** 2 for i in range(7)) / 7
+    torch.testing.assert_close(found.output, (x + residual) / (mean + 1e-5).sqrt()[..., None] * (weight + 1))
+    assert rms_norm(x, weight).residual is x
+
+
+def test_the_sum_is_rounded_before_it_is_normed():
+    x, residual, weight = torch.randn(4, 64).to(BF16), torch.randn(4, 64).to(BF16), torch.ones(64, dtype=BF16)
+    found = rms_norm(x, weight, residual=residual)
+    assert found.residual.dtype == BF16
+    assert torch.equal(found.residual, x + residual)
+    assert torch.equal(found.output, rms_norm(x + residual, weight).output)
+    wide = rms_norm(x, weight, residual=residual.float())
+    assert wide.residual.dtype == torch.float32
+    assert wide.output.dtype == BF16
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_as_the_library_norms(offset):
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+
+    norm = Qwen3NextRMSNorm(16) if offset else Mamba2RMSNorm(16)
+    with torch.no_grad():
+        norm.weight.normal_()
+        x = torch.randn(3, 16)
+        torch.testing.assert_close(rms_norm(x, norm.weight, 1e-6, offset=offset).output, norm(x))
+
+
+def test_rows_of_zeros():
+    assert not rms_norm(torch.zeros(2, 8), torch.ones(8)).output.any()
+
+
+def test_swiglu_by_its_formula():
+    x = torch.randn(3, 2, 10, dtype=F64)
+    gate, up = x[..., :5], x[..., 5:]
+    torch.testing.assert_close(swiglu(x), gate / (1 + (-gate).exp()) * up)
+    assert swiglu(x.to(BF16)).dtype == BF16
+
+
+def test_what_is_refused():
+    x = torch.zeros(2, 8)
+    for call, word in (
+        (lambda: rms_norm(x, torch.ones(7)), "weight has shape"),
+        (lambda: rms_norm(x, torch.ones(8), residual=torch.zeros(8)), "residual has shape"),
+        (lambda: rms_norm(torch.zeros(8, 2).t(), torch.ones(8)), "x has strides"),
+        (lambda: rms_norm(x.long(), torch.ones(8)), "dtype"),
+        (lambda: swiglu(torch.zeros(2, 7)), "gate and up"),
+        (lambda: swiglu(x, impl="magic"), "magic"),
+    ):
+        with pytest.raises(InvalidInput, match=word):
+            call()
+    with pytest.raises(KernelUnavailable, match="fp64"):
+        swiglu(x.double(), impl="triton")
+    assert select_impl("cpu", torch.float32).name == "reference"

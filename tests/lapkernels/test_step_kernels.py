@@ -1,0 +1,168 @@
+"""The kernels of decode steps without a GPU: interpreted, compiled for GPUs that are absent, in their benchmarks."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lapkernels.decoding.configs import choose_config, key_parts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str, interpreted: bool) -> str:
+    """In a process of its own, since triton reads the variable once."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | (
+        {"TRITON_INTERPRET": "1"} if interpreted else {}
+    )
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+INTERPRETED = {
+    "delta": """
+        # Tiles, warps and splits in turn: all of a head at once, tile after tile, programs that meet.
+        configs = [StepConfig(8, 1, 1), StepConfig(4, 1, 1), StepConfig(4, 2, 2), StepConfig(2, 2, 2)]
+        for number, name in enumerate(DELTA_CASES):
+            check_delta(name, "triton", torch.float32, batch=1, tokens=3, at_once=1 + number % 2,
+                        config=configs[number % 4], value_major=number % 3 == 2,
+                        state_dtype=torch.bfloat16 if number % 5 == 3 else None)
+        """,
+    "ssd": """
+        configs = [StepConfig(8, 1, 1), StepConfig(4, 2, 2)]
+        for number, name in enumerate(SSD_CASES):
+            check_ssd(name, "triton", torch.float32, batch=1, tokens=3, at_once=2 - number % 2,
+                      config=configs[number % 2], value_major=number % 3 == 2,
+                      state_dtype=torch.bfloat16 if number == 3 else None)
+        """,
+    "the rest": """
+        # Rounding at random gives the bits that the reference gives.
+        from lapkernels.delta_step import delta_step
+        from lapkernels.ssd_step import ssd_step
+        for step, case in ((delta_step, delta_step_case(batch=1, key_heads=1, value_heads=2, key_width=6)),
+                           (ssd_step, ssd_step_case(batch=1, groups=1, heads=2, norm_groups=1, state_width=6))):
+            case = case.to(torch.float32)
+            states = {}
+            for impl in ("reference", "triton"):
+                state, conv = torch.ones_like(case.state(3), dtype=torch.bfloat16), case.conv(3)
+                conv.inputs.zero_()
+                step(**case.tokens(0, 1), **case.constants(), state=state, conv=conv, impl=impl,
+                     position=torch.tensor([9]), slots=torch.tensor([2]), rounding_seed=torch.tensor([77]))
+                states[impl] = state
+            # Sums in another order may fall on another side of a boundary, once in a while.
+            same = (states["reference"] == states["triton"]).float().mean()
+            assert same > 0.98, same
+            assert len(states["triton"][2].unique()) > 2
+
+        # A workspace of one's own serves, and one that is too small is refused.
+        from lapkernels.errors import InvalidInput
+        from lapkernels.decoding.workspace import Workspace, shared_workspace
+        case = delta_step_case(batch=1, tokens=1, key_heads=1, value_heads=1, key_width=4, taps=None).to(torch.float32)
+        given = {**case.tokens(0, 1), **case.constants(), "position": torch.zeros(1, dtype=torch.int32)}
+        given |= {"impl": "triton", "config": StepConfig(4, 1, 2)}
+        mine = Workspace.allocate(1, 8, "cpu")
+        mine.scratch.fill_(torch.nan)
+        first = delta_step(**given, state=case.state(1), workspace=mine)
+        assert not mine.counters.any() and mine.scratch.isfinite().all()
+        assert torch.equal(first, delta_step(**given, state=case.state(1)))
+        assert not shared_workspace(1, 1, torch.device("cpu")).counters.any()
+        try:
+            delta_step(**given, state=case.state(1), workspace=Workspace.allocate(1, 7, "cpu"))
+        except InvalidInput as error:
+            assert "7 numbers" in str(error)
+        else:
+            raise AssertionError("a workspace that is too small was taken")
+
+        # fp16 is rounded in the interpreter as on a GPU; bf16 is cut off there.
+        from lapkernels.norm import rms_norm, swiglu
+        x, residual, weight = torch.randn(3, 2, 37).half(), torch.randn(3, 2, 37), torch.randn(37)
+        for held in (None, residual, residual.half()):
+            found, wanted = (rms_norm(x, weight, residual=held, offset=1.0, impl=i) for i in ("triton", "reference"))
+            torch.testing.assert_close(found.output, wanted.output, rtol=2**-10, atol=0)
+            assert torch.equal(found.residual, wanted.residual)
+        y = torch.randn(3, 80)[:, :74]
+        torch.testing.assert_close(swiglu(y, impl="triton"), swiglu(y), rtol=1e-6, atol=1e-7)
+        """,
+}
+
+
+@pytest.mark.parametrize("part", INTERPRETED)
+def test_the_kernels_interpreted(part):
+    head = """
+        import torch
+        from lapkernels.decoding.configs import StepConfig
+        from lapkernels.testing_steps import *
+        """
+    run("-c", textwrap.dedent(head) + textwrap.dedent(INTERPRETED[part]), interpreted=True)
+
+
+@pytest.mark.parametrize(("capability", "count"), [(80, 1), (90, 4)], ids=["sm80", "sm90"])
+def test_what_the_table_chooses_compiles(capability, count):
+    """Case 15: registers, spills and shared memory of what large and small batches get, 100 KB of it at most."""
+    program = f"""
+        import json, torch
+        from lapkernels.offline import compile_only, resources
+        from lapkernels.decoding.configs import choose_config
+        from lapkernels.testing_steps import *
+        compiled = compile_only({capability})
+        found = []
+        cases = (
+            (delta_step, delta_step_case(batch=1, tokens=1, key_width=256, value_width=512), torch.float32, 4096),
+            (delta_step, delta_step_case(batch=1, tokens=1, key_width=96, value_width=128), torch.bfloat16, 4096),
+            (delta_step, delta_step_case(batch=1, tokens=1, key_width=100, value_width=128), torch.float32, 8),
+            (ssd_step, ssd_step_case(batch=1, tokens=1, state_width=128, head_width=64), torch.float32, 4096),
+        )
+        for step, case, dtype, heads in cases[:{count}]:
+            case = case.to(torch.bfloat16)
+            config = choose_config(case.shape[2], case.shape[3], heads, dtype.itemsize, "cpu")
+            step(**case.tokens(0, 1), **case.constants(), state=case.state(1, dtype, value_major=False),
+                 conv=case.conv(1), position=torch.tensor([3]), slots=torch.tensor([0]), config=config, impl="triton")
+            found.append([config, resources(compiled[-1])])
+        print(json.dumps(found))
+        """
+    found = json.loads(run("-c", textwrap.dedent(program), interpreted=False))
+    assert len(found) == count
+    for config, (registers, spilled, shared, warps) in found:
+        assert warps == config[1]
+        assert shared <= 100 * 1024
+        assert registers <= (config[4] or 255)
+        # A few addresses of what is used once; state that does not fit would be hundreds of bytes.
+        assert spilled <= 128, (config, spilled)
+
+
+def test_the_table_covers_every_width():
+    """K = 96 costs 96 channels, no configuration is above a program's means, and every shape has one."""
+    assert key_parts(96) == (64, 32, 0)
+    assert key_parts(112) == (64, 32, 16)
+    assert key_parts(60) == (64, 0, 0)
+    for key_width in range(1, 257):
+        parts = key_parts(key_width)
+        assert key_width <= sum(parts) <= key_width * 8 / 7 + 4
+        assert sum(parts) == key_width or key_width % 16 or key_width == 240
+        assert sum(parts[:2]) < key_width or parts[2] == 0
+        for value_width in (1, 24, 64, 128, 512):
+            for size in (2, 4):
+                for heads in (1, 100, 100000):
+                    config = choose_config(key_width, value_width, heads, size, "cpu")
+                    assert config.tile * config.splits >= value_width
+                    assert config.tile & (config.tile - 1) == 0
+                    assert sum(parts) * config.tile <= 128 * 32 * config.warps
+
+
+@pytest.mark.parametrize("name", ["delta_step", "ssd_step"])
+def test_the_benchmarks_run(name, tmp_path):
+    output = tmp_path / "rows.jsonl"
+    script = str(ROOT / "kernels" / "benchmarks" / f"{name}.py")
+    options = ["--toy", "--repeats", "1", "--trials", "1", "--configs", "no", "--output", str(output)]
+    shown = run(script, *options, interpreted=True)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    ours = next(row for row in rows if row.get("impl") == "triton")
+    assert ours["us"] > 0
+    assert ours["floor_us"] == pytest.approx(ours["bytes"] / 4.3e12 * 1e6)
+    assert "table's choice" in shown
