@@ -165,7 +165,12 @@ class Batch:
             row = self._waiting.popleft()
             budget -= len(row.prompt)
             rows.append(row)
-        done = self.engine.prefill_rows([row.prompt for row in rows])
+        try:
+            done = self.engine.prefill_rows([row.prompt for row in rows])
+        except BaseException:
+            # They are still waiting, if somebody makes room and goes on.
+            self._waiting.extendleft(reversed(rows))
+            raise
         for row, found in zip(rows, done, strict=True):
             row.slot = found.slot
         self._active += rows

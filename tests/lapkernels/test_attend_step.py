@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lapkernels.attend_step import attend_step, select_impl, why_not
-from lapkernels.attend_step.triton_attend import shares_of
+from lapkernels.attend_step.triton_attend import shares_of, tokens_of
 from lapkernels.errors import InvalidInput, KernelUnavailable
 from lapkernels.testing_attend import CASES, case, check
 
@@ -47,6 +47,14 @@ def test_shares_depend_on_shapes_alone_and_fill_a_gpu():
     assert shares_of(8, 65536) == 64
     assert shares_of(64, 65536) == 8
     assert shares_of(1024, 65536) == 1
+
+
+def test_tiles_fit_small_shared_memories():
+    """Two of them with a query's beside, in 100 KB."""
+    assert tokens_of(128, 128, 2) == 64
+    assert tokens_of(256, 256, 2) == 32
+    assert tokens_of(256, 256, 4) == 16
+    assert all(2 * tokens_of(k, v, 4) * (k + v) * 4 < 100_000 for k in (16, 64, 256) for v in (16, 128, 256))
 
 
 def test_what_is_refused():

@@ -121,6 +121,18 @@ def test_rows_can_be_cancelled(engine, reference):
     assert engine.slots.free == 4
 
 
+def test_a_prompt_that_fails_waits_on(engine, reference, monkeypatch):
+    batch, prompts = Batch(engine), prompts_of(3, 4)
+    for prompt in prompts:
+        batch.add(prompt, GenerationSettings(max_new_tokens=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.plan.prefiller, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batch.advance()
+    assert (batch.waiting, batch.active, engine.slots.free) == (2, 0, 4)
+    assert run(batch) == {row: (greedy(reference, prompt, 2), "", "length") for row, prompt in enumerate(prompts)}
+
+
 def test_rows_held_otherwise_are_left_alone(engine, reference):
     held = prompts_of(6)[0]
     slot = engine.prefill(held).slot

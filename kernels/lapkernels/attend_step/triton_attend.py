@@ -7,8 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lapkernels.decoding.configs import power_of_two
+
 _TOKENS = 64
-"""Tokens that a program takes at a time."""
+"""Tokens that a program takes at a time, where their keys and values are not too wide."""
+_TILE_BYTES = 32768
+"""Of keys and values that a program takes at a time, at most: two such lie in 100 KB of shared memory."""
 _PROGRAMS = 264
 """That a GPU should have at least to be busy: two for each of an H200's multiprocessors."""
 
@@ -107,6 +111,14 @@ def _join_shares(
     tl.store(output + head * V + vv, read.to(output.dtype.element_ty), mask=vv < V)
 
 
+def tokens_of(key_block: int, value_block: int, itemsize: int) -> int:
+    """How many tokens a program takes at a time: a power of two, 16 at least, as a matrix product asks."""
+    tokens = _TOKENS
+    while tokens > 16 and tokens * (key_block + value_block) * itemsize > _TILE_BYTES:
+        tokens //= 2
+    return tokens
+
+
 def shares_of(programs: int, length: int) -> int:
     """How many programs share a row's tokens: a power of two, so many that the GPU is busy where the rows are long.
 
@@ -136,10 +148,11 @@ def attend_step_triton(
     output = torch.empty(batch, query_heads, value_width, dtype=query.dtype, device=query.device)
     sums = torch.empty(batch * query_heads * shares * value_width, dtype=torch.float32, device=query.device)
     peaks, totals = torch.empty(2, batch * query_heads * shares, dtype=torch.float32, device=query.device)
-    # A matrix product has 16 rows at least.
     attend_shares: Any = _attend_shares
     join_shares: Any = _join_shares
-    blocks: dict[str, Any] = {"BV": triton.next_power_of_2(max(value_width, 16)), "SHARES": shares, "num_warps": 4}
+    # A matrix product has 16 rows at least.
+    key_block, value_block = (power_of_two(max(width, 16)) for width in (key_width, value_width))
+    blocks: dict[str, Any] = {"BV": value_block, "SHARES": shares, "num_warps": 4}
     with torch.cuda.device(query.device.index if query.is_cuda else -1):
         attend_shares[(batch, heads, shares)](
             query, key, value, keys, values, position, slots, sums, peaks, totals,
@@ -147,7 +160,8 @@ def attend_step_triton(
             keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
             scale, window or 0,
             H=heads, G=group, K=key_width, V=value_width,
-            BG=triton.next_power_of_2(max(group, 16)), BK=triton.next_power_of_2(max(key_width, 16)), BN=_TOKENS,
+            BG=power_of_two(max(group, 16)), BK=key_block,
+            BN=tokens_of(key_block, value_block, keys.element_size()), num_stages=2,
             WINDOWED=window is not None, IEEE=query.dtype == torch.float32, **blocks,
         )  # fmt: skip
         join_shares[(batch * query_heads,)](sums, peaks, totals, output, V=value_width, **blocks)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lapkernels.decoding.configs import power_of_two
+
 _OUTPUTS = 8
 """Rows of the matrix that a program takes."""
 _PRODUCTS = 8192
@@ -76,7 +78,7 @@ def thin_linear_triton(
     output = torch.empty(rows, outputs, dtype=weight.dtype if residual is None else residual.dtype, device=x.device)
     if not rows:
         return output
-    together = triton.next_power_of_2(rows)
+    together = power_of_two(rows)
     thin: Any = _thin
     with torch.cuda.device(x.device.index if x.is_cuda else -1):
         thin[(triton.cdiv(outputs, _OUTPUTS),)](
@@ -84,7 +86,7 @@ def thin_linear_triton(
             x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), rows, outputs,
             eps, offset, scale,
             D=width, BB=together, BN=_OUTPUTS,
-            BD=min(_PRODUCTS // (_OUTPUTS * together), triton.next_power_of_2(width)),
+            BD=min(_PRODUCTS // (_OUTPUTS * together), power_of_two(width)),
             NORM=norm is not None, GATED=gated, BIAS=bias is not None, RESIDUAL=residual is not None, num_warps=4,
         )  # fmt: skip
     return output
