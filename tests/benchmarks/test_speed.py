@@ -62,13 +62,25 @@ def test_every_way_of_every_width_is_judged_and_timed():
     ]
 
 
+def test_states_in_half_precision_are_judged_by_what_they_can_hold():
+    halves = replace(FEW, state_dtype=torch.bfloat16)
+    (row,) = run_decode(collected(), toy("0"), ways=("lapcli",), settings=halves)
+    assert (row.status, row.cell.state_dtype) == ("measured", "bfloat16")
+    # Against fp32's own rounding they would be wrong by far.
+    model = Model(toy("0")[0], CPU, torch.float32)
+    way = decode.EngineDecode(model.ours, 3, 32, torch.bfloat16)
+    assert model.judge(way.start, way.step, 3, 9).share > 10
+
+
 def test_a_way_whose_results_are_wrong_has_no_speed(monkeypatch):
     from lapcli.runtime import layers
 
     right = layers.delta_step
     monkeypatch.setattr(layers, "delta_step", lambda *a, **k: 1.01 * right(*a, **k))
-    rows = {row.cell.way: row for row in run_decode(collected(), toy("0")) if row.status != "not here"}
-    assert rows["lapcli"].status == "wrong"
+    found = run_decode(collected(), toy("0"), latency=True, generate=True)
+    rows = {row.cell.way: row for row in found if row.status != "not here" and row.cell.what == "decode"}
+    assert {row.status for row in found if row.cell.way == "lapcli"} == {"wrong"}
+    assert {row.cell.what for row in found if row.cell.way == "lapcli"} == {"decode", "generate", "latency"}
     assert rows["lapcli"].seconds is None
     assert rows["lapcli"].error_share > 1
     assert "error" in rows["lapcli"].detail

@@ -27,9 +27,9 @@ from lapkernels.timing import (
 WAYS = ("lapcli", "fla graph", "fla", "library", "pytorch")
 """`lapcli`: the runtime's fused step; `fla` and `fla graph`: fla's model, eagerly and captured; `library`: the forward
 pass of a model of transformers; `pytorch`: lapcli's model as it is, without the runtime."""
-GENERATE = ("lapcli", "library")
-"""Whole generations: lapcli's engine, and the `generate` of the library that has the model."""
 PROMPT = 512
+JUDGED_ROWS = 64
+"""Rows that are compared before memory is filled with more."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ class DecodeSettings:
     state_dtype: torch.dtype = torch.float32
     latency_tokens: int = 2048
     generated: tuple[int, int] = (8, 40)
+
+
+Measured = Callable[["Cell", "Model", "Results", "DecodeSettings"], "Row"]
 
 
 class Way(Protocol):
@@ -80,14 +83,18 @@ class EngineDecode:
         rows: B.
         length: tokens that a row may have.
         state_dtype: of recurrent states.
+        kernel: of the state's step; `reference` is the definition, which cannot be captured.
     """
 
-    def __init__(self, model: Any, rows: int, length: int, state_dtype: torch.dtype):
+    def __init__(self, model: Any, rows: int, length: int, state_dtype: torch.dtype, kernel: str = "auto"):
         from lapcli.runtime import Engine
 
         if hasattr(model, "set_kernel"):
             model.set_kernel("chunked")
-        self.engine = Engine(model, max_rows=rows, max_length=length, state_dtype=state_dtype)
+        graphs = False if kernel == "reference" else None
+        self.engine = Engine(
+            model, max_rows=rows, max_length=length, state_dtype=state_dtype, kernel=kernel, graphs=graphs
+        )
         self.rows, self.slots, self.seen = rows, [], 0
 
     @property
@@ -244,30 +251,31 @@ def decode_benchmark(
         settings: how much is measured.
     """
     settings = settings or DecodeSettings()
-    quick, slow = (
-        [way for way in ways if way in ("lapcli", "fla graph")],
-        [way for way in ways if way not in ("lapcli", "fla graph")],
-    )
     said: set[str] = set()
-    for some in (quick, slow):
+
+    def steps(some: Sequence[str]) -> None:
         for context in contexts:
             for batch in batches:
                 for subject in subjects:
-                    for way in some:
+                    for way in (way for way in some if way in ways):
                         cell = cell_of(subject, "decode", way, batch, context, state_dtype=_state_name(way, settings))
                         _row(cell, subject, models, results, settings, said, _decode_row)
-        if some is quick and generate:
-            for subject in subjects:
-                for way in GENERATE:
-                    cell = cell_of(subject, "generate", way, 1, SHORT, state_dtype=_state_name(way, settings))
-                    _row(cell, subject, models, results, settings, said, _generate_row)
+
+    def others(what: str, way: str, batch: int, tokens: int, measured: Measured) -> None:
+        for subject in subjects:
+            cell = cell_of(subject, what, way, batch, tokens, state_dtype=_state_name(way, settings))
+            _row(cell, subject, models, results, settings, said, measured)
+
+    steps(("lapcli", "fla graph"))
+    if generate and "lapcli" in ways:
+        others("generate", "lapcli", 1, SHORT, _generate_row)
+    if generate and {"fla", "library"} & set(ways):
+        others("generate", "library", 1, SHORT, _generate_row)
+    steps(("fla", "library"))
     if latency and "lapcli" in ways:
         for batch in dict.fromkeys((batches[0], 1)):
-            for subject in subjects:
-                cell = cell_of(
-                    subject, "latency", "lapcli", batch, contexts[0], state_dtype=_state_name("lapcli", settings)
-                )
-                _row(cell, subject, models, results, settings, said, _latency_row)
+            others("latency", "lapcli", batch, contexts[0], _latency_row)
+    steps(("pytorch",))
 
 
 def _state_name(way: str, settings: DecodeSettings) -> str:
@@ -282,11 +290,20 @@ def _row(
     results: Results,
     settings: DecodeSettings,
     said: set[str],
-    measured: Callable[[Cell, Model, Results, DecodeSettings], Row],
+    measured: Measured,
 ) -> None:
     """One row, whatever happens; memory is freed and tried once more when it is short."""
     if results.budget.left <= 0:
         results.add(Row(cell, "no time"))
+        return
+    unsound = [
+        row
+        for row in results.rows
+        if row.status == "wrong"
+        and (row.cell.model, row.cell.ratio, row.cell.way) == (cell.model, cell.ratio, cell.way)
+    ]
+    if cell.what != "decode" and unsound:
+        results.add(Row(cell, "wrong", f"so were its decode steps: {unsound[0].detail}"))
         return
     try:
         model = models.get(subject)
@@ -327,7 +344,8 @@ def failed(cell: Cell, error: Exception) -> Row:
 def _decode_row(cell: Cell, model: Model, results: Results, settings: DecodeSettings) -> Row:
     calls = settings.trials * (settings.warmup + settings.repeats + 8)
     way = make_way(cell.way, model, cell.batch, cell.tokens + STEPS + calls + 8, settings)
-    verdict = model.judge(way.start, way.step, cell.batch, cell.tokens)
+    plain = _plain(model, cell, settings)
+    verdict = model.judge(way.start, way.step, cell.batch, cell.tokens, plain=plain)
     if not verdict.right:
         return Row(cell, "wrong", verdict.text, error_share=verdict.share)
     run = way.call(model.tokens(cell.batch, 1)[:, 0])
@@ -353,6 +371,14 @@ def _decode_row(cell: Cell, model: Model, results: Results, settings: DecodeSett
         peak_bytes=_peak(model.device),
         more={"tokens_per_second": cell.batch / timing.seconds},
     )
+
+
+def _plain(model: Model, cell: Cell, settings: DecodeSettings) -> Tensor | None:
+    """What states in half precision leave of the logits, by the definition of the step; `None` for states in fp32."""
+    if cell.state_dtype == "float32":
+        return None
+    way = EngineDecode(model.ours, DISTINCT, cell.tokens + STEPS + 1, settings.state_dtype, kernel="reference")
+    return model.logits(way.start, way.step, DISTINCT, cell.tokens)
 
 
 def _itemsize(dtype: str) -> int:
@@ -492,6 +518,12 @@ def _memory_row(
     if fit < 1:
         return Row(replace(cell, batch=0), "out of memory", "not one sequence fits beside the weights")
     rows = fit if most_rows is None else min(fit, most_rows)
+    few = min(rows, JUDGED_ROWS)
+    way = EngineDecode(model.ours, few, cell.tokens + STEPS + 1, settings.state_dtype)
+    verdict = model.judge(way.start, way.step, few, cell.tokens, plain=_plain(model, cell, settings))
+    del way
+    if not verdict.right:
+        return Row(replace(cell, batch=few), "wrong", verdict.text, error_share=verdict.share)
     for _ in range(2):
         timing, peak = _at_rows(model, rows, cell.tokens, settings)
         if peak is None or peak <= memory:
@@ -505,7 +537,7 @@ def _memory_row(
         replace(cell, batch=rows),
         timing,
         floor=floor,
-        share=None,
+        share=verdict.share,
         peak_bytes=peak,
         detail=over,
         more={

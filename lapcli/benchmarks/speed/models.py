@@ -127,7 +127,13 @@ class Model:
                 model.set_kernel(before)
 
     def judge(
-        self, start: Callable[[Tensor], Tensor], step: Callable[[Tensor], Tensor], rows: int, prompt: int
+        self,
+        start: Callable[[Tensor], Tensor],
+        step: Callable[[Tensor], Tensor],
+        rows: int,
+        prompt: int,
+        *,
+        plain: Tensor | None = None,
     ) -> Verdict:
         """Run a way over known tokens and compare all its logits; it is left after them.
 
@@ -136,12 +142,21 @@ class Model:
             step: takes one token of each row in and returns logits.
             rows: B.
             prompt: P.
+            plain: what a plain computation makes of them, where that is another than the model's own; see `logits`.
         """
         truth = self.truth(prompt)
-        index = torch.arange(rows, device=self.device) % truth.tokens.shape[0]
-        found = [start(truth.tokens[index, :prompt]).clone()]
-        found += [step(truth.tokens[index, prompt + number].contiguous()).clone() for number in range(STEPS)]
-        return compare(torch.stack(found, 1), truth.exact, truth.plain, self.dtype)
+        plain = truth.plain if plain is None else plain
+        return compare(self.logits(start, step, rows, prompt), truth.exact, plain, self.dtype)
+
+    def logits(
+        self, start: Callable[[Tensor], Tensor], step: Callable[[Tensor], Tensor], rows: int, prompt: int
+    ) -> Tensor:
+        """All logits `[rows, STEPS + 1, vocabulary]` of a way over the known tokens."""
+        tokens = self.truth(prompt).tokens
+        index = torch.arange(rows, device=self.device) % tokens.shape[0]
+        found = [start(tokens[index, :prompt]).clone()]
+        found += [step(tokens[index, prompt + number].contiguous()).clone() for number in range(STEPS)]
+        return torch.stack(found, 1)
 
 
 @contextmanager
