@@ -57,10 +57,10 @@ def test_value_widths(value_width, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("chunk", [16, 32, 64], ids="C{}".format)
+@pytest.mark.parametrize("series", [False, True], ids=["substitution", "series"])
 @pytest.mark.parametrize("block", [16, 32, 64], ids="BV{}".format)
-def test_tiles(chunk, block, dtype):
-    check_tiles(Tiles(chunk, block, 4, 2, 4), dtype, "cuda")
+def test_tiles(block, series, dtype):
+    check_tiles(Tiles(block, 4, 2, 2, series), dtype, "cuda")
 
 
 @DTYPES
@@ -71,7 +71,9 @@ def test_the_normalisation(key_width, dtype):
 
 @DTYPES
 @pytest.mark.parametrize(
-    "property_", [check_packed, check_zeros, check_strong_decay, check_repeated_keys] if CASES else [], ids=str
+    "property_",
+    [check_packed, check_zeros, check_strong_decay, check_repeated_keys] if CASES else [],
+    ids=lambda check: check.__name__,
 )
 def test_properties(property_, dtype):
     property_(dtype, "cuda")

@@ -254,8 +254,8 @@ class _Decayed(torch.autograd.Function):
         # By the logarithm of each decay, which is a difference of two running sums.
         logs = (d_erased * erased).addcmul_(d_read, read)
         logs[:, -1].addcmul_(d_to_end, to_end)
-        # One sum, not one over rows less one over columns: compiled for a GPU, torch 2.11 puts sums over both axes of one
-        # tensor into one kernel ("mix-order reduction"), and that came out wrong.
+        # One sum, not one over rows less one over columns: compiled for a GPU, torch 2.11 puts sums over both axes of
+        # one tensor into one kernel ("mix-order reduction"), and that came out wrong.
         d_total = (d_from_start * from_start).add_((logs - logs.mT).sum(-1))
         d_g = d_total.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(d_total.dtype)
         return d_g, d_erased * within, d_read * within

@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lapkernels.decoding.configs import power_of_two
 from lapkernels.delta_rule.reference import compute_dtype
 from lapkernels.delta_rule.triton_backward import channel_gradients, gate_gradients, pair_gradients, walk_back
 from lapkernels.delta_rule.triton_launch import (
+    CHUNK,
     Kept,
     Tiles,
     choose_tiles,
@@ -17,6 +18,7 @@ from lapkernels.delta_rule.triton_launch import (
     empty,
     key_blocks,
     layout_of,
+    on_device,
 )
 
 
@@ -63,17 +65,20 @@ class _DeltaRule(torch.autograd.Function):
         assert kept is not None
         assert final is not None
         ctx.save_for_backward(q, k, v, beta, g, erase, initial_state, cu_seqlens, *kept)
-        ctx.settings = (scale, qk_l2norm, tiles)
+        ctx.settings = (scale, qk_l2norm, norm_eps, tiles)
         return output, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, beta, g, erase, initial_state, cu_seqlens, *kept = ctx.saved_tensors
-        scale, qk_l2norm, tiles = ctx.settings
-        found = _gradients(
-            q, k, v, beta, g, erase, initial_state, cu_seqlens, Kept(*kept), *gradients, scale, qk_l2norm, tiles
-        )
+        scale, qk_l2norm, norm_eps, tiles = ctx.settings
+        d_output, d_final = gradients
+        with on_device(q):
+            found = _gradients(
+                q, k, v, beta, g, erase, initial_state, cu_seqlens, Kept(*kept), d_output, d_final, scale, qk_l2norm,
+                norm_eps, tiles,
+            )  # fmt: skip
         return (*found, None, None, None, None, None)
 
 
@@ -91,6 +96,7 @@ def _gradients(
     d_final: Tensor,
     scale: float,
     qk_l2norm: bool,
+    norm_eps: float,
     tiles: Tiles | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta, g, erase and the initial state, in the order of the arguments."""
@@ -100,8 +106,7 @@ def _gradients(
     if tiles is None:
         sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         tiles = choose_tiles(key_width, value_width, sequences * value_heads, q.dtype)
-    chunk = tiles.chunk
-    layout = layout_of(q, cu_seqlens, chunk)
+    layout = layout_of(q, cu_seqlens)
     q_, k_, v_, d_o = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, d_output))
     x = k_ if erase is None else erase if erase.stride(-1) == 1 else erase.contiguous()
     per_value_head = erase is not None and erase.shape[2] == value_heads and repeats > 1
@@ -118,27 +123,30 @@ def _gradients(
         kept.total if each is None else each for each in (layout.table, layout.bounds, layout.chunk_starts)
     )
     shared = {
-        "H": key_heads, "R": repeats, "K": key_width, "V": value_width, "C": chunk, "GATED": g is not None,
-        "ERASE": erase is not None, "ERASE_R": per_value_head, "NORM": qk_l2norm, "PACKED": cu_seqlens is not None,
+        "H": key_heads, "R": repeats, "K": key_width, "V": value_width, "C": CHUNK, "ERASE": erase is not None,
+        "ERASE_R": per_value_head, "PACKED": cu_seqlens is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
+    gradients = {**shared, "GATED": g is not None, "NORM": qk_l2norm}
     inputs = (*q_.stride()[:3], *k_.stride()[:3], *x.stride()[:3])
     upstream = (*d_o.stride()[:3], *beta.stride())
-    walk_back[(layout.count * value_heads * -(-value_width // tiles.value_block),)](
-        q_, k_, x, d_o, beta, kept.total, kept.solved, kept.norms, d_final.contiguous(), d_initial, ends, d_b, bounds,
-        chunk_starts, scale, time, layout.chunks, all_chunks, *inputs, *upstream, **shared,
-        BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None, FINAL=True,
-        num_warps=tiles.walk_warps, num_stages=tiles.walk_stages,
+    launch: Any = walk_back[(layout.count * value_heads * -(-value_width // tiles.value_block),)]
+    launch(
+        q_, k_, x, d_o, kept.solved, kept.read, kept.factors, kept.kept, d_final.contiguous(), d_initial, ends, d_b,
+        bounds, chunk_starts, time, layout.chunks, *inputs, *d_o.stride()[:3], **shared,
+        BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
-    per_step = (all_chunks, value_heads, chunk)
-    d_read, d_erased = (empty(q, (*per_step, chunk)) for _ in range(2))
+    per_step = (all_chunks, value_heads, CHUNK)
+    d_read, d_erased = (empty(q, (*per_step, CHUNK)) for _ in range(2))
     total_by_pairs, beta_by_pairs = (empty(q, per_step, dtype=wide) for _ in range(2))
     total_by_channels, beta_by_channels = (empty(q, (blocks, *per_step), dtype=wide) for _ in range(2))
-    value_tile = min(64 if q.dtype != torch.float32 else 32, max(16, triton.next_power_of_2(value_width)))
-    pair_gradients[(all_chunks * value_heads,)](
+    value_tile = min(64 if q.dtype != torch.float32 else 32, max(16, power_of_two(value_width)))
+    launch = pair_gradients[(all_chunks * value_heads,)]
+    launch(
         q_, k_, x, d_o, beta, kept.total, kept.norms, kept.updates, d_b, d_read, d_erased, total_by_pairs,
-        beta_by_pairs, table, bounds, scale, time, layout.chunks, all_chunks, *inputs, *upstream, **shared,
+        beta_by_pairs, table, bounds, scale, time, layout.chunks, all_chunks, *inputs, *upstream, **gradients,
         BK=channels, BV=value_tile, num_warps=4,
     )  # fmt: skip
     # The normalisation needs all channels of a head: in the kernel where one block holds them, else afterwards.
@@ -146,21 +154,23 @@ def _gradients(
     d_q, d_k = (torch.empty(q.shape, dtype=wide if afterwards else q.dtype, device=q.device) for _ in range(2))
     d_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     d_x = d_q if erase is None else torch.empty(erase.shape, dtype=erase.dtype, device=q.device)
-    channel_gradients[(all_chunks * key_heads, blocks)](
+    launch = channel_gradients[(all_chunks * key_heads, blocks)]
+    launch(
         q_, k_, x, v_, d_o, beta, kept.total, kept.norms, kept.starts, ends, kept.updates, d_b, d_read, d_erased,
         d_q, d_k, d_x, d_v, total_by_channels, beta_by_channels, table, bounds, scale, time, layout.chunks, all_chunks,
-        *inputs, *v_.stride()[:3], *upstream, *d_q.stride()[:3], *d_x.stride()[:3], *d_v.stride()[:3], **shared,
-        BK=channels, BV=value_tile, UNNORM=qk_l2norm and not afterwards, num_warps=4,
+        *inputs, *v_.stride()[:3], *upstream, *d_q.stride()[:3], *d_x.stride()[:3], *d_v.stride()[:3], **gradients,
+        BK=channels, BV=value_tile, UNNORM=qk_l2norm and not afterwards, num_warps=8,
     )  # fmt: skip
     d_beta = torch.empty(beta.shape, dtype=beta.dtype, device=q.device)
     d_g = d_beta if g is None else torch.empty(g.shape, dtype=g.dtype, device=q.device)
-    gate_gradients[(all_chunks * value_heads,)](
+    launch = gate_gradients[(all_chunks * value_heads,)]
+    launch(
         total_by_pairs, total_by_channels, beta_by_pairs, beta_by_channels, d_g, d_beta, table, bounds,
         time, layout.chunks, all_chunks, *d_g.stride(), *d_beta.stride(),
-        HV=value_heads, C=chunk, BLOCKS=blocks, GATED=g is not None, PACKED=cu_seqlens is not None, num_warps=2,
+        HV=value_heads, C=CHUNK, BLOCKS=blocks, GATED=g is not None, PACKED=cu_seqlens is not None, num_warps=2,
     )  # fmt: skip
     if afterwards:
-        d_q, d_k = (_through_norm(each, grad) for each, grad in ((q, d_q), (k, d_k)))
+        d_q, d_k = (_through_norm(each, grad, norm_eps) for each, grad in ((q, d_q), (k, d_k)))
     return (
         d_q,
         d_k,
@@ -176,10 +186,10 @@ def key_tile(width: int) -> int:
     """Channels of K whose gradients one program holds."""
     if width % 64 in range(1, 33) and width > 32:
         return 32
-    return min(64, max(16, triton.next_power_of_2(width)))
+    return min(64, max(16, power_of_two(width)))
 
 
-def _through_norm(x: Tensor, gradient: Tensor, eps: float = 1e-6) -> Tensor:
+def _through_norm(x: Tensor, gradient: Tensor, eps: float) -> Tensor:
     """The gradient of x from that of `x / sqrt(sum x^2 + eps)`."""
     wide = x.to(gradient.dtype)
     over = torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""The operator through the Triton kernels of this folder: what they take, and the call; triton is imported at the first one."""
+"""The operator through the Triton kernels of this folder: what they take, and the call, which imports triton."""
 
 import torch
 from torch import Tensor

@@ -1,24 +1,25 @@
 """The backward pass of the chunked form as Triton kernels: the walk back, and the gradients of chunks, which lie apart.
 
-Names are those of this folder's README: in a chunk `U = (I + A)^-1 B`, `B = beta (V - X~ S_0)`, `O = scale (Q~ S_0 + M U)`,
-`S_C = e^G_C S_0 + K^T U`. `d` before a name is the gradient of the loss by it.
+Names are those of this folder's README: in a chunk `U = (I + A)^-1 B`, `B = beta (V - X~ S_0)`,
+`O = scale (Q~ S_0 + M U)`, `S_C = e^G_C S_0 + K^T U`. `d` before a name is the gradient of the loss by it.
 """
+
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOptionalOperand=false
+# The language of kernels is not quite Python: its tensors have no types, its constants are ones when it is compiled.
 
 import triton
 import triton.language as tl
 
-from lapkernels.delta_rule.triton_chunked import tile, whereabouts
+from lapkernels.delta_rule.triton_chunked import course, tile, whereabouts
 
 
 @triton.jit
-def walk_back(q, k, x, d_o, beta, total, solved, norms, d_final, d_initial, ends, d_b, bounds, chunk_starts,
-              scale, time, chunks, all_chunks,
+def walk_back(q, k, x, d_o, solved, read, factors, kept, d_final, d_initial, ends, d_b, bounds, chunk_starts,
+              time, chunks,
               q_row, q_step, q_head, k_row, k_step, k_head, x_row, x_step, x_head, d_o_row, d_o_step, d_o_head,
-              beta_row, beta_step, beta_head,
               H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-              BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr,
-              GATED: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr, NORM: tl.constexpr,
-              PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+              BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
+              PACKED: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Of one sequence, value head and block of value channels: dS after each chunk, and dB of each chunk.
 
     d_final, d_initial: [sequences, HV, K, V].  ends: [M, HV, K, V].  d_b: [M, HV, C, V].
@@ -31,18 +32,7 @@ def walk_back(q, k, x, d_o, beta, total, solved, norms, d_final, d_initial, ends
     sequence = program // (VALUE_BLOCKS * HV)
     head = value_head // R
     dtype = q.dtype.element_ty
-    if PACKED:
-        row = sequence * 0
-        begin = tl.load(bounds + sequence).to(tl.int64)
-        length = tl.load(bounds + sequence + 1) - begin
-        chunk = tl.load(chunk_starts + sequence).to(tl.int64)
-        count = (tl.load(chunk_starts + sequence + 1) - chunk).to(tl.int32)
-    else:
-        row = sequence
-        begin = sequence * 0
-        length = time
-        chunk = sequence * chunks
-        count = chunks
+    row, begin, length, chunk, count = course(sequence, bounds, chunk_starts, time, chunks, PACKED)
     steps = tl.arange(0, C)
     columns = block.to(tl.int32) * BV + tl.arange(0, BV)
     inside = columns < V
@@ -50,84 +40,58 @@ def walk_back(q, k, x, d_o, beta, total, solved, norms, d_final, d_initial, ends
     at0 = rows0[:, None] * V + columns[None, :]
     mask0 = (rows0 < K)[:, None] & inside[None, :]
     held = (sequence * HV + value_head) * K * V
-    if FINAL:
-        ds0 = tl.load(d_final + held + at0, mask=mask0, other=0.0).to(tl.float32)
-    else:
-        ds0 = tl.zeros([BK0, BV], tl.float32)
+    ds0 = tl.load(d_final + held + at0, mask=mask0, other=0.0).to(tl.float32)
     if BK1 > 0:
         rows1 = BK0 + tl.arange(0, BK1)
         at1 = rows1[:, None] * V + columns[None, :]
         mask1 = (rows1 < K)[:, None] & inside[None, :]
-        if FINAL:
-            ds1 = tl.load(d_final + held + at1, mask=mask1, other=0.0).to(tl.float32)
-        else:
-            ds1 = tl.zeros([BK1, BV], tl.float32)
-    q_base = q + row * q_row + begin * q_step + head * q_head
-    k_base = k + row * k_row + begin * k_step + head * k_head
-    d_o_base = d_o + row * d_o_row + begin * d_o_step + value_head * d_o_head
-    beta_base = beta + row * beta_row + begin * beta_step + value_head * beta_head
+        ds1 = tl.load(d_final + held + at1, mask=mask1, other=0.0).to(tl.float32)
+    # From the last chunk on.
+    first = (sequence * 0 + count - 1) * C
+    q += row * q_row + (begin + first) * q_step + head * q_head
+    k += row * k_row + (begin + first) * k_step + head * k_head
+    d_o += row * d_o_row + (begin + first) * d_o_step + value_head * d_o_head
     if ERASE:
-        x_base = x + row * x_row + begin * x_step + (value_head if ERASE_R else head) * x_head
-    below = steps[:, None] >= steps[None, :]
-
-    first = begin * 0 + (count - 1) * C
+        x += row * x_row + (begin + first) * x_step + (value_head if ERASE_R else head) * x_head
     at = (chunk + count - 1) * HV + value_head
-    unit = norms + ((chunk + count - 1) * H + head) * C + steps
+    left = length - first
     for _ in range(count):
-        left = length - first
-        k0 = tile(k_base + first * k_step, k_step, left, 0, BK0, C, K)
-        q0 = tile(q_base + first * q_step, q_step, left, 0, BK0, C, K)
-        x0 = tile(x_base + first * x_step, x_step, left, 0, BK0, C, K) if ERASE else k0
-        d_out = tl.load(d_o_base + first * d_o_step + (steps[:, None] * d_o_step + columns[None, :]),
+        k0 = tile(k, k_step, left, 0, BK0, C, K)
+        q0 = tile(q, q_step, left, 0, BK0, C, K)
+        x0 = tile(x, x_step, left, 0, BK0, C, K) if ERASE else k0
+        d_out = tl.load(d_o + (steps[:, None] * d_o_step + columns[None, :]),
                         mask=(steps < left)[:, None] & inside[None, :], other=0.0)  # fmt: skip
-        strength = tl.load(beta_base + (first + steps) * beta_step, mask=steps < left, other=0.0).to(tl.float32)
         inverse = tl.load(solved + at * C * C + (steps[:, None] * C + steps[None, :]))
+        pairs = tl.load(read + at * C * C + (steps[:, None] * C + steps[None, :]))
+        factor = factors + at * 4 * C + steps
         tl.store(ends + at * K * V + at0, ds0.to(ends.dtype.element_ty), mask=mask0)
-        pairs = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         d_update = tl.dot(k0, ds0.to(dtype), input_precision=PRECISION)
         if BK1 > 0:
-            k1 = tile(k_base + first * k_step, k_step, left, BK0, BK1, C, K)
-            q1 = tile(q_base + first * q_step, q_step, left, BK0, BK1, C, K)
-            x1 = tile(x_base + first * x_step, x_step, left, BK0, BK1, C, K) if ERASE else k1
+            k1 = tile(k, k_step, left, BK0, BK1, C, K)
+            q1 = tile(q, q_step, left, BK0, BK1, C, K)
+            x1 = tile(x, x_step, left, BK0, BK1, C, K) if ERASE else k1
             tl.store(ends + at * K * V + at1, ds1.to(ends.dtype.element_ty), mask=mask1)
-            pairs += tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
             d_update += tl.dot(k1, ds1.to(dtype), input_precision=PRECISION)
-        out_weight = tl.zeros([C], tl.float32) + scale
-        rest_weight = strength
-        if NORM:
-            unit_q = tl.load(unit)
-            unit_k = tl.load(unit + all_chunks * H * C)
-            pairs *= unit_q[:, None] * unit_k[None, :]
-            d_update *= unit_k[:, None]
-            out_weight *= unit_q
-            rest_weight *= unit_k
-        if GATED:
-            running = tl.load(total + at * C + steps)
-            last = tl.load(total + at * C + C - 1)
-            pairs *= tl.exp(tl.minimum(running[:, None] - running[None, :], 0.0).to(tl.float32))
-            d_update *= tl.exp((last - running).to(tl.float32))[:, None]
-            from_start = tl.exp(running.to(tl.float32))
-            out_weight *= from_start
-            rest_weight *= from_start
-            kept = tl.exp(last.to(tl.float32))
-            ds0 *= kept
-            if BK1 > 0:
-                ds1 *= kept
-        pairs = tl.where(below, pairs, 0.0)
-        d_update += scale * tl.dot(tl.trans(pairs.to(dtype)), d_out, input_precision=PRECISION)
+        d_update *= tl.load(factor + 2 * C)[:, None]
+        d_update = tl.dot(tl.trans(pairs), d_out, d_update, input_precision=PRECISION)
         change = tl.dot(tl.trans(inverse), d_update.to(dtype), input_precision=PRECISION)
         tl.store(d_b + at * C * V + (steps[:, None] * V + columns[None, :]), change.to(d_b.dtype.element_ty),
                  mask=inside[None, :])  # fmt: skip
-        d_read = (d_out.to(tl.float32) * out_weight[:, None]).to(dtype)
-        d_found = (change * rest_weight[:, None]).to(dtype)
-        ds0 += tl.dot(tl.trans(q0), d_read, input_precision=PRECISION)
-        ds0 -= tl.dot(tl.trans(x0), d_found, input_precision=PRECISION)
+        d_read = (tl.load(factor + C)[:, None] * d_out.to(tl.float32)).to(dtype)
+        d_found = (-tl.load(factor)[:, None] * change).to(dtype)
+        over = tl.load(kept + at)
+        ds0 = tl.dot(tl.trans(q0), d_read, over * ds0, input_precision=PRECISION)
+        ds0 = tl.dot(tl.trans(x0), d_found, ds0, input_precision=PRECISION)
         if BK1 > 0:
-            ds1 += tl.dot(tl.trans(q1), d_read, input_precision=PRECISION)
-            ds1 -= tl.dot(tl.trans(x1), d_found, input_precision=PRECISION)
-        first -= C
+            ds1 = tl.dot(tl.trans(q1), d_read, over * ds1, input_precision=PRECISION)
+            ds1 = tl.dot(tl.trans(x1), d_found, ds1, input_precision=PRECISION)
+        q -= C * q_step
+        k -= C * k_step
+        d_o -= C * d_o_step
+        if ERASE:
+            x -= C * x_step
+        left += C
         at -= HV
-        unit -= H * C
 
     if INITIAL:
         tl.store(d_initial + held + at0, ds0, mask=mask0)
@@ -171,10 +135,9 @@ def pair_gradients(q, k, x, d_o, beta, total, norms, updates, d_b, d_read, d_era
         d_lower -= tl.dot(change, tl.trans(update), input_precision=PRECISION)
     q_base = q + row * q_row + first * q_step + head * q_head
     k_base = k + row * k_row + first * k_step + head * k_head
+    x_base = k_base
     if ERASE:
         x_base = x + row * x_row + first * x_step + (value_head if ERASE_R else head) * x_head
-    else:
-        x_base = k_base
     read = tl.zeros([C, C], tl.float32)
     erased = tl.zeros([C, C], tl.float32)
     for channel in tl.static_range(0, K, BK):

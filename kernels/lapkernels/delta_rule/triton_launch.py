@@ -1,37 +1,38 @@
 """What the Triton kernels of the chunked form are launched with: tiles, scratch, and how packed sequences lie."""
 
-import os
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from lapkernels.decoding.configs import power_of_two
 from lapkernels.delta_rule.reference import compute_dtype
 from lapkernels.delta_rule.triton_chunked import prepare, walk
 from lapkernels.delta_rule.validation import read_boundaries
 
-SUBSTITUTED = 16
-"""Steps of a block that is inverted row by row; what is below by products, which tensor cores take from 16 on."""
+CHUNK = 64
+"""C: four blocks of 16 steps, the smallest that tensor cores take."""
 
 
 class Tiles(NamedTuple):
     """How the kernels are cut up.
 
     Attributes:
-        chunk: C, 16, 32 or 64.
-        value_block: BV, channels of V that a program of the walk holds.
-        walk_warps: of the walk.
-        walk_stages: of the walk's loads.
-        prepare_warps: of the other kernel.
+        value_block: BV, channels of V that a program holds.
+        warps: of a program.
+        stages: of its loads.
+        prepare_warps: of a program of the other kernel.
+        series: whether that one inverts blocks by products, or by substitution.
+        solve: precision of the products that invert half-precision chunks.
     """
 
-    chunk: int
     value_block: int
-    walk_warps: int
-    walk_stages: int
-    prepare_warps: int
+    warps: int
+    stages: int
+    prepare_warps: int = 1
+    series: bool = False
+    solve: str = "tf32"
 
 
 class Kept(NamedTuple):
@@ -40,13 +41,19 @@ class Kept(NamedTuple):
     Attributes:
         total: running sums of the log decay, `[M, HV, C]`; empty without a gate.
         solved: `(I + A)^-1`, `[M, HV, C, C]`.
+        read: M with the scale, `[M, HV, C, C]`.
+        factors: of rows, `[M, HV, 4, C]` (see `prepare`).
+        kept: the decay over each chunk, `[M, HV]`.
         norms: one over the lengths of q and of k, `[2, M, H, C]`; empty without normalisation.
         starts: the state before each chunk, `[M, HV, K, V]`.
-        updates: what is written, `[M, HV, C, V]`.
+        updates: U, what is written, `[M, HV, C, V]`.
     """
 
     total: Tensor
     solved: Tensor
+    read: Tensor
+    factors: Tensor
+    kept: Tensor
     norms: Tensor
     starts: Tensor
     updates: Tensor
@@ -54,11 +61,11 @@ class Kept(NamedTuple):
 
 def key_blocks(width: int) -> tuple[int, int]:
     """K as one block of a power of two, or as two where that covers less: 96 is 64 + 32, 100 is 128."""
-    whole = max(16, triton.next_power_of_2(width))
+    whole = max(16, power_of_two(width))
     half = whole // 2
     if half < 16 or width <= half:
         return whole, 0
-    rest = max(16, triton.next_power_of_2(width - half))
+    rest = max(16, power_of_two(width - half))
     return (half, rest) if half + rest < whole else (whole, 0)
 
 
@@ -71,14 +78,14 @@ def choose_tiles(key_width: int, value_width: int, programs: int, dtype: torch.d
         programs: sequences times value heads.
         dtype: of q, k and v.
     """
-    widest = 128 if key_width <= 64 else 64 if key_width <= 128 else 32
-    block = min(widest, max(16, triton.next_power_of_2(value_width)))
+    widest = 64 if key_width <= 128 else 32
+    block = min(widest, max(16, power_of_two(value_width)))
     # A walk is one program after another's heels: too few of them leave processors idle.
     while block > 32 and programs * -(-value_width // block) < 128:
         block //= 2
     if dtype == torch.float32:
-        return Tiles(32, min(block, 32), 4, 1, 4)
-    return Tiles(64, block, 8 if block == 128 or key_width > 128 else 4, 2, 4)
+        return Tiles(min(block, 32 if key_width <= 128 else 16), 4, 1)
+    return Tiles(block, 8 if key_width > 128 else 4, 3 if key_width <= 64 else 2)
 
 
 class Layout(NamedTuple):
@@ -93,10 +100,10 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _packed_layout(bounds: tuple[int, ...], chunk: int, device: torch.device) -> Layout:
+def _packed_layout(bounds: tuple[int, ...], device: torch.device) -> Layout:
     with torch.inference_mode(False):
         lengths = torch.tensor(bounds).diff()
-        counts = (lengths + chunk - 1) // chunk
+        counts = (lengths + CHUNK - 1) // CHUNK
         starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
         sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
         index = torch.arange(int(starts[-1])) - starts[sequence]
@@ -107,12 +114,13 @@ def _packed_layout(bounds: tuple[int, ...], chunk: int, device: torch.device) ->
         )  # fmt: skip
 
 
-def layout_of(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> Layout:
+def layout_of(q: Tensor, cu_seqlens: Tensor | None) -> Layout:
+    """How a call's steps make chunks; reads the boundaries of packed sequences."""
     batch, time = q.shape[:2]
     if cu_seqlens is None:
-        chunks = -(-time // chunk)
+        chunks = -(-time // CHUNK)
         return Layout(batch, chunks, batch * chunks, None, None, None)
-    return _packed_layout(tuple(read_boundaries(cu_seqlens, time)), chunk, q.device)
+    return _packed_layout(tuple(read_boundaries(cu_seqlens, time)), q.device)
 
 
 def delta_rule_triton(
@@ -159,8 +167,7 @@ def delta_rule_triton(
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     if tiles is None:
         tiles = choose_tiles(key_width, value_width, sequences * value_heads, q.dtype)
-    chunk = tiles.chunk
-    layout = layout_of(q, cu_seqlens, chunk)
+    layout = layout_of(q, cu_seqlens)
     all_chunks = layout.all_chunks
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     x = k if erase is None else erase if erase.stride(-1) == 1 else erase.contiguous()
@@ -169,46 +176,52 @@ def delta_rule_triton(
     per_value_head = erase is not None and erase.shape[2] == value_heads and repeats > 1
     block0, block1 = key_blocks(key_width)
 
-    running = torch.float64 if q.dtype == torch.float32 else torch.float32
-    total = empty(q, (all_chunks, value_heads, chunk) if g is not None else (0,), dtype=running)
-    solved = empty(q, (all_chunks, value_heads, chunk, chunk))
-    norms = empty(q, (2, all_chunks, key_heads, chunk) if qk_l2norm else (0,), dtype=torch.float32)
-    output = torch.empty_like(v, memory_format=torch.contiguous_format)
+    exact = q.dtype == torch.float32
+    per_chunk = (all_chunks, value_heads)
+    running = torch.float64 if exact else torch.float32
+    total = empty(q, (*per_chunk, CHUNK) if keep and g is not None else (0,), dtype=running)
+    solved, read = (empty(q, (*per_chunk, CHUNK, CHUNK)) for _ in range(2))
+    factors, kept = empty(q, (*per_chunk, 4, CHUNK), dtype=wide), empty(q, per_chunk, dtype=wide)
+    norms = empty(q, (2, all_chunks, key_heads, CHUNK) if keep and qk_l2norm else (0,), dtype=wide)
+    output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     final = empty(q, (layout.count, value_heads, key_width, value_width) if final_state else (0,), dtype=wide)
-    starts = empty(q, (all_chunks, value_heads, key_width, value_width) if keep else (0,))
-    updates = empty(q, (all_chunks, value_heads, chunk, value_width) if keep else (0,))
+    starts = empty(q, (*per_chunk, key_width, value_width) if keep else (0,))
+    updates = empty(q, (*per_chunk, CHUNK, value_width) if keep else (0,))
     initial = final if initial_state is None else initial_state.contiguous()
     table, bounds, chunk_starts = (
-        total if x is None else x for x in (layout.table, layout.bounds, layout.chunk_starts)
+        total if each is None else each for each in (layout.table, layout.bounds, layout.chunk_starts)
     )
-    packed = cu_seqlens is not None
-    exact = q.dtype == torch.float32
     shared = {
-        "H": key_heads, "R": repeats, "K": key_width, "C": chunk, "BK0": block0, "BK1": block1,
-        "GATED": g is not None, "ERASE": erase is not None, "ERASE_R": per_value_head, "NORM": qk_l2norm,
-        "PACKED": packed, "PRECISION": "ieee" if exact else "tf32",
+        "H": key_heads, "R": repeats, "K": key_width, "C": CHUNK, "ERASE": erase is not None,
+        "ERASE_R": per_value_head, "PACKED": cu_seqlens is not None, "PRECISION": "ieee" if exact else "tf32",
+        "KEEP": keep,
     }  # fmt: skip
-    prepare[(all_chunks * key_heads,)](
-        q, k, x, gate, beta, total, solved, norms, table, bounds, time, layout.chunks,
-        *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *gate.stride(), *beta.stride(),
-        **shared, EPS=norm_eps, B=min(SUBSTITUTED, chunk), SOLVE="ieee" if exact else solve_precision(),
-        num_warps=tiles.prepare_warps,
-    )  # fmt: skip
-    walk[(layout.count * value_heads * -(-value_width // tiles.value_block),)](
-        q, k, x, v, beta, output, total, solved, norms, initial, final, starts, updates, bounds, chunk_starts,
-        scale, time, layout.chunks, all_chunks,
-        *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *beta.stride(), *output.stride()[:3],
-        **shared, V=value_width, BV=tiles.value_block, INITIAL=initial_state is not None, FINAL=final_state,
-        KEEP=keep, num_warps=tiles.walk_warps, num_stages=tiles.walk_stages,
-    )  # fmt: skip
-    return output, final if final_state else None, Kept(total, solved, norms, starts, updates) if keep else None
+    first: Any = prepare[(all_chunks * value_heads,)]
+    second: Any = walk[(layout.count * value_heads * -(-value_width // tiles.value_block),)]
+    with on_device(q):
+        first(
+            q, k, x, gate, beta, total, solved, read, factors, kept, norms, table, bounds,
+            scale, time, layout.chunks, all_chunks,
+            *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *gate.stride(), *beta.stride(), **shared,
+            BK=min(64, max(16, power_of_two(key_width))), GATED=g is not None, NORM=qk_l2norm, EPS=norm_eps,
+            SOLVE="ieee" if exact else tiles.solve, SERIES=tiles.series and not exact, num_warps=tiles.prepare_warps,
+        )  # fmt: skip
+        second(
+            q, k, x, v, output, solved, read, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
+            time, layout.chunks,
+            *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *output.stride()[:3], **shared,
+            V=value_width, BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
+            FINAL=final_state, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    everything = Kept(total, solved, read, factors, kept, norms, starts, updates) if keep else None
+    return output, final if final_state else None, everything
+
+
+def on_device(x: Tensor) -> Any:
+    """Launch where a tensor lies; nothing on a CPU."""
+    return torch.cuda.device(x.device.index if x.is_cuda else -1)
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """Fresh memory beside a tensor, of its dtype unless another is named."""
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-
-
-def solve_precision() -> str:
-    """Of the products that invert half-precision chunks: their result is rounded to half precision anyway."""
-    return os.environ.get("LAPKERNELS_SOLVE_PRECISION", "tf32")

@@ -1,0 +1,52 @@
+"""The chunked Triton kernels in triton's interpreter, and what is said of them where they cannot run."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lapkernels import KernelUnavailable
+from lapkernels.delta_rule import delta_rule, select_impl, why_not
+from lapkernels.testing import delta_rule_inputs
+
+PARTS = {
+    "cases": "for name in list(t.CASES)[{half}::2]: t.check(name, {dtype})",
+    "packed": "t.check_packed({dtype})",
+    "properties": (
+        "t.check_norm(96, {dtype}); t.check_norm(16, torch.float16); t.check_zeros({dtype}); "
+        "t.check_strong_decay({dtype}); t.check_repeated_keys({dtype})"
+    ),
+    "tiles": "t.check_tiles(t.Tiles(16, 4, 1), {dtype}); t.check_tiles(t.Tiles(16, 4, 1, 1, True), torch.float16)",
+    "neighbours": "t.check_poisoned()",
+}
+
+
+def interpreted(program: str) -> None:
+    """In a process of its own: triton reads the variable once. bf16 products are wrong in the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch\nimport lapkernels.testing_chunks as t\n{program}"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype", "half"),
+    [("cases", "torch.float32", 0), ("cases", "torch.float32", 1)]
+    + [(part, "torch.float32", 0) for part in PARTS if part != "cases"],
+)
+def test_the_kernels_interpreted(part, dtype, half):
+    interpreted(PARTS[part].format(dtype=dtype, half=half))
+
+
+def test_where_they_cannot_run():
+    inputs = delta_rule_inputs().to(torch.float32)
+    with pytest.raises(KernelUnavailable, match="need a GPU"):
+        delta_rule(**inputs.tensors(), impl="triton")
+    assert "need a GPU" in str(why_not("triton", "cpu", torch.float32, key_width=64, gated=True))
+    assert select_impl("cpu", torch.float32, key_width=64, time=100, gated=True).name == "chunked"
