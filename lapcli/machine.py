@@ -113,6 +113,14 @@ class Machine:
         stored = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"
         return _DTYPES.get(stored, torch.bfloat16)
 
+    def dtype_by_name(self, config: Mapping[str, Any]) -> str | None:
+        """The name of the dtype that was asked for; `None` where the machine chose it, or nobody did.
+
+        Raises:
+            UsageError: it is no dtype that lapcli runs in.
+        """
+        return None if self.dtype == "auto" else str(self.torch_dtype(config)).removeprefix("torch.")
+
     def check(
         self, config: Mapping[str, Any], layers: Sequence[StatefulLayer] = (), *, needs_gradient: bool = False
     ) -> None:

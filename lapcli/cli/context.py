@@ -64,10 +64,22 @@ def loading(folder: Path) -> str:
 
 def fitting_length(source: "ModelSource", wanted: int) -> int:
     """So many tokens of a sequence, or what the model was made for where that is less."""
-    from lapcli.families.packed import text_part
+    from lapcli.families.packed import longest_sequence
 
-    longest = text_part(source.config).get("max_position_embeddings")
-    return min(wanted, longest) if isinstance(longest, int) and longest > 1 else wanted
+    longest = longest_sequence(source.config)
+    return wanted if longest is None else min(wanted, longest)
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """What an option holds that takes several numbers with commas.
+
+    Raises:
+        UsageError: it holds something else.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--{option} {text!r} is no list of whole numbers", "for example 512,1024") from error
 
 
 def from_command_line(model: "type[Model]", values: dict[str, Any], names: Mapping[str, str] | None = None) -> "Model":

@@ -83,9 +83,9 @@ def run(
         stride=stride,
         bos=bos,  # pyright: ignore[reportArgumentType] -- checked there
         limit=limit,
-        niah_lengths=_lengths("--niah-lengths", niah_lengths),
+        niah_lengths=tuple(context.whole_numbers("niah-lengths", niah_lengths)),
         niah_haystack=niah_haystack,
-        ruler_lengths=None if ruler_lengths is None else _lengths("--ruler-lengths", ruler_lengths),
+        ruler_lengths=None if ruler_lengths is None else tuple(context.whole_numbers("ruler-lengths", ruler_lengths)),
         seed=seed,
     )
     ours = processes()
@@ -159,15 +159,6 @@ def _raise_failures(evaluation: "Evaluation", checks: "list[Check]") -> None:
     found = failures(evaluation, checks)
     if found:
         raise CheckFailed("\n".join(found), "the results are written; they fail what --fail-if says")
-
-
-def _lengths(option: str, text: str) -> tuple[int, ...]:
-    from lapcli.errors import UsageError
-
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise UsageError(f"{option} {text!r} is no list of whole numbers", "for example 512,1024") from error
 
 
 def _models(model: str | None, baseline: str | None, run: "RunDirectory") -> "list[tuple[str, ModelSource]]":

@@ -239,10 +239,10 @@ def _check_machine(machine: Any, source: "ModelSource") -> None:
 
 
 def _warn_of_length(source: "ModelSource", length: int, reporter: "Reporter") -> None:
-    from lapcli.families.packed import text_part
+    from lapcli.families.packed import longest_sequence
 
-    made_for = text_part(source.config).get("max_position_embeddings")
-    if isinstance(made_for, int) and 1 < made_for < length:
+    made_for = longest_sequence(source.config)
+    if made_for is not None and made_for < length:
         reporter.warn(f"rows of up to {length} tokens; {source.name} was made for {made_for}")
 
 

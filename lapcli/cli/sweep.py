@@ -128,12 +128,9 @@ def _words(text: str | None) -> list[str] | None:
 
 
 def _numbers(name: str, text: str | None) -> list[int] | None:
-    from lapcli.errors import UsageError
+    from lapcli.cli import context
 
-    try:
-        return None if text is None else [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--{name} {text!r} is no list of whole numbers", "for example 0,1,2") from error
+    return None if text is None else context.whole_numbers(name, text)
 
 
 def _request(

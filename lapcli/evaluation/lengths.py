@@ -11,6 +11,7 @@ from lapcli.evaluation.ruler_texts import Material
 from lapcli.evaluation.settings import DEFAULT_MAX_LENGTH, DEFAULT_RULER_LENGTHS, EvaluationSettings
 from lapcli.evaluation.tasks import TaskInfo
 from lapcli.evaluation.tokenization import prompt_start
+from lapcli.families.packed import longest_sequence
 from lapcli.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def look_at_lengths(
         niah = settings.niah_lengths if any(info.kind == "niah" for info in tasks) else ()
         names = [info.name for info in tasks if info.kind == "ruler"]
         ruler = tuple(dict.fromkeys(settings.ruler_lengths or DEFAULT_RULER_LENGTHS)) if names else ()
-        limit = position_limit(source.config)
+        limit = longest_sequence(source.config)
         for kind, lengths in (("niah", niah), ("ruler", ruler)):
             beyond = [str(length) for length in lengths if limit is not None and length > limit]
             if beyond:
@@ -124,14 +125,4 @@ def look_at_lengths(
 
 
 def _shortest_limit(configs: Sequence[Mapping[str, Any]]) -> int | None:
-    return min((limit for limit in map(position_limit, configs) if limit is not None), default=None)
-
-
-def position_limit(config: Mapping[str, Any]) -> int | None:
-    """The positions that a model was made for; `None` where its config sets no end."""
-    for part in (config, config.get("text_config") or {}):
-        for field in ("max_position_embeddings", "n_positions"):
-            limit = part.get(field)
-            if isinstance(limit, int) and limit > 1:
-                return limit
-    return None
+    return min((limit for limit in map(longest_sequence, configs) if limit is not None), default=None)

@@ -14,6 +14,16 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
+def longest_sequence(config: Mapping[str, Any]) -> int | None:
+    """The tokens of a sequence that a model was made for; `None` where its config sets no end."""
+    for part in (text_part(config), config):
+        for field in ("max_position_embeddings", "n_positions"):
+            limit = part.get(field)
+            if isinstance(limit, int) and limit > 1:
+                return limit
+    return None
+
+
 def with_text_part(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     """The config with fields of the language model's part changed, wherever that is."""
     text = text_part(config)

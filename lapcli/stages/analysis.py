@@ -31,12 +31,10 @@ from lapcli.artifacts import (
     Artifact,
     Lineage,
     artifact_digest,
-    read_artifact,
-    refuse_foreign,
     write_artifact,
 )
 from lapcli.data import fingerprint, token_blocks
-from lapcli.errors import ArtifactError, LapcliError, ModelError
+from lapcli.errors import LapcliError, ModelError
 from lapcli.families.base import StatefulLayer
 from lapcli.families.fla_library import needs_fla
 from lapcli.families.loading import load_model, load_tokenizer, own_class
@@ -47,7 +45,7 @@ from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.calibration import check_calibration
-from lapcli.stages.lineage import STALE_HINT, refuse_other_model, refuse_stale
+from lapcli.stages.lineage import existing_result, refuse_other_model
 
 _STATE_BYTES = {"cpu": 512 << 20, "cuda": 8 << 30}
 _TOKENS_AT_ONCE = {"cpu": 8192, "cuda": 32768}
@@ -205,7 +203,10 @@ def analyse(
     machine, reporter = machine or Machine(), reporter or SilentReporter()
     plan = plan_analysis(inputs, settings, machine=machine, reporter=reporter)
     output = folder / ANALYSIS_FILE
-    analysis = _existing(output, plan.lineage, inputs.base, machine, overwrite)
+    analysis = existing_result(
+        output, plan.lineage, lambda found: Analysis(found.tensors(), found.lineage.record),
+        dtype=machine.dtype_by_name(inputs.base.config), overwrite=overwrite,
+    )  # fmt: skip
     worked = analysis is None
     if analysis is None:
         analysis = _measure(inputs, settings, plan, machine, reporter)
@@ -219,26 +220,6 @@ def analyse(
     for sentence in analysis.violated():
         reporter.warn(f"{sentence}; it holds of every state, so this is a defect of lapcli: please report it")
     return analysis, worked, written
-
-
-def _existing(
-    output: Path, lineage: Lineage, source: ModelSource, machine: Machine, overwrite: bool
-) -> Analysis | None:
-    """The analysis that is there, where it is the one wanted."""
-    if not output.exists():
-        return None
-    try:
-        existing = read_artifact(output, "analysis")
-        refuse_stale(lineage, existing.lineage, output)
-        wanted, found = _name(machine.torch_dtype(source.config)), existing.lineage.record["dtype"]
-        if machine.dtype != "auto" and wanted != found:
-            raise ArtifactError(f"{output} was computed in {found}, but --dtype {wanted} is asked for", STALE_HINT)
-        return Analysis(existing.tensors(), existing.lineage.record)
-    except ArtifactError:
-        if not overwrite:
-            raise
-        refuse_foreign(output)
-        return None
 
 
 def _name(dtype: torch.dtype) -> str:

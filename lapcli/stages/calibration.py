@@ -20,15 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lapcli.artifacts import Artifact, Lineage, read_artifact, refuse_foreign, write_artifact
+from lapcli.artifacts import Artifact, Lineage, read_artifact, write_artifact
 from lapcli.data import TokenBlocks, token_blocks
 from lapcli.errors import ArtifactError, DataError, ModelError, UsageError
 from lapcli.families.base import Family, Member, StatefulLayer
-from lapcli.families.fields import optional_integer
 from lapcli.families.fla_library import refuse_where_fla_cannot_run
 from lapcli.families.library_kernels import kernels_of
 from lapcli.families.loading import kept_off_devices, load_model, load_tokenizer
-from lapcli.families.packed import text_part
+from lapcli.families.packed import longest_sequence, text_part
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
 from lapcli.machine import Machine
@@ -37,7 +36,7 @@ from lapcli.recipe import CalibrationSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors.l1 import channel_magnitudes
 from lapcli.selectors.s_wanda import channel_wanda
-from lapcli.stages.lineage import STALE_HINT, calibration_lineage, refuse_stale
+from lapcli.stages.lineage import calibration_lineage, existing_result
 from lapcli.stages.observation import observe
 
 _TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}
@@ -306,8 +305,8 @@ def check_length(source: ModelSource, seq_len: int) -> None:
     Raises:
         DataError: they are longer than its config says.
     """
-    longest = optional_integer(text_part(source.config), "max_position_embeddings", seq_len)
-    if seq_len > longest:
+    longest = longest_sequence(source.config)
+    if longest is not None and seq_len > longest:
         raise DataError(
             f"--seq-len {seq_len} is longer than the {longest} tokens that {source.name} takes",
             f"pass --seq-len {longest} or less",
@@ -459,7 +458,10 @@ def calibrate(
     machine = machine or Machine()
     reporter = reporter or SilentReporter()
     lineage = calibration_lineage(source, settings)
-    existing = _existing(output, lineage, source, machine, overwrite)
+    existing = existing_result(
+        output, lineage, _undamaged if overwrite else lambda found: found,
+        dtype=machine.dtype_by_name(source.config), overwrite=overwrite,
+    )  # fmt: skip
     if existing is not None and (not saliency or has_saliency(existing)):
         processes.tell(None)
         return existing, False
@@ -537,31 +539,6 @@ def assist(
     calibrator.work(job, layers, lambda _found, _rounding: None)
 
 
-def _existing(
-    output: Path, lineage: Lineage, source: ModelSource, machine: Machine, overwrite: bool
-) -> Artifact | None:
-    """The calibration that is there, where it is the one wanted.
-
-    Raises:
-        ArtifactError: another one is there, or a damaged one, and `overwrite` is false; or something else.
-    """
-    if not output.exists():
-        return None
-    try:
-        existing = read_artifact(output, "calibration")
-        refuse_stale(lineage, existing.lineage, output)
-        wanted = str(machine.torch_dtype(source.config)).removeprefix("torch.")
-        found = existing.lineage.record["dtype"]
-        if machine.dtype != "auto" and wanted != found:
-            raise ArtifactError(
-                f"{output} was computed in {found}, but --dtype {wanted} is asked for",
-                f"{STALE_HINT}; without --dtype it is used as it is",
-            )
-        if overwrite:
-            existing.tensors()  # raises where they are damaged
-        return existing
-    except ArtifactError:
-        if not overwrite:
-            raise
-        refuse_foreign(output)
-        return None
+def _undamaged(calibration: Artifact) -> Artifact:
+    calibration.tensors()  # raises where they are damaged
+    return calibration

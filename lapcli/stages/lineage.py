@@ -3,13 +3,17 @@
 Nothing here imports torch, so that a plan, an inspection or a refusal comes at once.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from lapcli.artifacts import Artifact, Lineage, read_document
+from lapcli.artifacts import Artifact, Lineage, read_artifact, read_document, refuse_foreign
 from lapcli.errors import ArtifactError
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource
 from lapcli.recipe import CalibrationSettings, SelectionSettings
+
+Result = TypeVar("Result")
 
 LINEAGE_FILE = "lapcli.json"
 """The lineage of a model directory that lapcli wrote."""
@@ -114,6 +118,41 @@ def refuse_stale(wanted: Lineage, existing: Lineage, path: Path, mend: str = STA
     differences = wanted.differences(existing)
     if differences:
         raise ArtifactError(f"{path} was made with other inputs: " + "; ".join(differences), mend)
+
+
+def existing_result(
+    path: Path, wanted: Lineage, read: Callable[[Artifact], Result], *, dtype: str | None, overwrite: bool
+) -> Result | None:
+    """What is there of an artifact, where it is the one wanted.
+
+    Args:
+        path: of the artifact.
+        wanted: its lineage.
+        read: makes of it what is returned; may find it damaged.
+        dtype: that it must have been computed in; `None` for any.
+        overwrite: whether another one, or a damaged one, gives way; then there is nothing.
+
+    Raises:
+        ArtifactError: another one is there, or a damaged one, and `overwrite` is false; or something that lapcli did
+            not write.
+    """
+    if not path.exists():
+        return None
+    try:
+        existing = read_artifact(path, wanted.kind)
+        refuse_stale(wanted, existing.lineage, path)
+        found = existing.lineage.record["dtype"]
+        if dtype not in (None, found):
+            raise ArtifactError(
+                f"{path} was computed in {found}, but --dtype {dtype} is asked for",
+                f"{STALE_HINT}; without --dtype it is used as it is",
+            )
+        return read(existing)
+    except ArtifactError:
+        if not overwrite:
+            raise
+        refuse_foreign(path)
+        return None
 
 
 def refuse_other_model(path: Path, lineage: Lineage, source: ModelSource, mend: str) -> None:

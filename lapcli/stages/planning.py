@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lapcli.errors import FamilyError, LapcliError, UsageError
 from lapcli.families.base import StatefulLayer
 from lapcli.families.fields import optional_integer, positive_integer
-from lapcli.families.packed import text_part
+from lapcli.families.packed import longest_sequence, text_part
 from lapcli.families.registry import family_for
 from lapcli.families.source import DEMO_PREFIX, ModelSource, refuse_quantised, resolve_model
 from lapcli.selectors.budget import KeptWidth, kept_width, kept_width_from_keep
@@ -487,8 +487,8 @@ def _context(config: Mapping[str, Any], cache: SoftmaxCache | None, asked: int |
         raise UsageError(f"--context {asked} is below 0")
     if cache is None or cache.bytes_per_token is None:
         return 0
-    longest = text_part(config).get("max_position_embeddings")
-    if not isinstance(longest, int) or longest < 1:
+    longest = longest_sequence(config)
+    if longest is None:
         return DEFAULT_CONTEXT if asked is None else asked
     if asked is not None and asked > longest:
         raise UsageError(
