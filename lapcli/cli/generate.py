@@ -95,7 +95,7 @@ def run(
     )
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"--batch-size {batch_size}: at least 1")
-    texts = read_prompts(prompts) if prompts is not None else [sys.stdin.read() if prompt == "-" else prompt or ""]
+    texts = read_prompts(prompts) if prompts is not None else [_text(prompt or "")]
     source = _model(model, context.run_directory(run_path))
     machine = Machine(
         device, dtype, _prompt_kernel(kernel), require_fast=require_fast, trust_remote_code=trust_remote_code
@@ -199,6 +199,22 @@ class _Writer:
         sys.stdout.flush()
 
 
+def _text(prompt: str) -> str:
+    """The prompt, or what stdin holds.
+
+    Raises:
+        UsageError: it is not UTF-8.
+    """
+    try:
+        if prompt != "-":
+            prompt.encode()
+            return prompt
+        raw = getattr(sys.stdin, "buffer", None)
+        return sys.stdin.read() if raw is None else raw.read().decode("utf-8")
+    except UnicodeError as error:
+        raise UsageError("the prompt is not UTF-8", "convert it first, for example with iconv -t UTF-8") from error
+
+
 def _model(model: str | None, run: "RunDirectory") -> "ModelSource":
     """The model that was named, else the last one that the run made, else the shipped one."""
     from lapcli.cli import context
@@ -274,7 +290,7 @@ def _close(done: "Generated", *, quiet: bool) -> None:
     reasons = [each.reason for each in done.continuations]
     ended = ", ".join(f"{reasons.count(reason)} x {reason}" for reason in dict.fromkeys(reasons))
     display.closing(
-        f"{done.tokens} tokens in {done.seconds:.2f} s, the first after {done.first_seconds:.2f} s{rate}; "
+        f"{done.tokens} token{'' if done.tokens == 1 else 's'} in {done.seconds:.2f} s, the first after {done.first_seconds:.2f} s{rate}; "
         f"ended by: {ended if len(reasons) > 1 else reasons[0]}",
         quiet=quiet,
     )

@@ -92,6 +92,14 @@ def test_stdin_stop_and_an_empty_prompt(lapcli, tiny, monkeypatch):
     assert lapcli("generate", "", *job)[1] == greedy(tiny, "<s>", 12) + "\n"
 
 
+def test_a_prompt_that_is_no_utf8(lapcli, tiny, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    for prompt in ("-", "caf\udce9"):
+        code, out, err = lapcli("generate", prompt, "--model", tiny)
+        assert (code, out) == (2, "")
+        assert "not UTF-8" in err
+
+
 def test_the_end_token_of_the_checkpoint(lapcli, tiny, tmp_path):
     """Whatever the model likes best after the prompt is made its end."""
     import shutil
@@ -105,7 +113,7 @@ def test_the_end_token_of_the_checkpoint(lapcli, tiny, tmp_path):
     code, out, err = lapcli("generate", "To be", "--model", folder)
     assert (code, out) == (0, "\n")
     assert "ended by: eos" in err
-    assert "1 tokens in" in err
+    assert "1 token in" in err
     assert len(lapcli("generate", "To be", "--model", folder, "--ignore-eos", "--max-new-tokens", "9")[1]) > 2
 
 
