@@ -237,7 +237,7 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                         case = _recurrence(way, gate, erase, *width, dtype)
                         # A chunk's products have as many summands as the chunk is long, where the recurrence rounds
                         # each step; sums in fp32 round each term on the key axis too, those of half precision do not.
-                        terms = (1 if way == "decode" else CHUNK) * (1 if rounding else width[0])
+                        terms = (SHORT if way == "decode" else CHUNK) * (1 if rounding else width[0])
                         results = _results(call, case.inputs.to(device=device), way)
                         found += precisions(results, case.truth, case.yardstick, case.inputs.q.dtype, terms)
                     return found

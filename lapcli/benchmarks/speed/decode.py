@@ -27,6 +27,7 @@ from lapkernels.timing import (
 WAYS = ("lapcli", "fla graph", "fla", "library", "pytorch")
 """`lapcli`: the runtime's fused step; `fla` and `fla graph`: fla's model, eagerly and captured; `library`: the forward
 pass of a model of transformers; `pytorch`: lapcli's model as it is, without the runtime."""
+CAPTURED = ("lapcli", "fla graph")
 PROMPT = 512
 JUDGED_ROWS = 64
 """Rows that are compared before memory is filled with more."""
@@ -40,7 +41,7 @@ class DecodeSettings:
         warmup: calls that do not count.
         repeats: calls that do.
         trials: how often both.
-        limit: seconds for the trials of a cell; slow ways are repeated less often.
+        limit: seconds for the trials of a cell, three times that for captured steps; slow ways are repeated less often.
         state_dtype: of lapcli's states.
         latency_tokens: of a latency cell.
         generated: new tokens of the shorter and the longer generation whose difference is a token's time.
@@ -266,7 +267,7 @@ def decode_benchmark(
             cell = cell_of(subject, what, way, batch, tokens, state_dtype=_state_name(way, settings))
             _row(cell, subject, models, results, settings, said, measured)
 
-    steps(("lapcli", "fla graph"))
+    steps(CAPTURED)
     if generate and "lapcli" in ways:
         others("generate", "lapcli", 1, SHORT, _generate_row)
     if generate and {"fla", "library"} & set(ways):
@@ -342,6 +343,7 @@ def failed(cell: Cell, error: Exception) -> Row:
 
 
 def _decode_row(cell: Cell, model: Model, results: Results, settings: DecodeSettings) -> Row:
+    forget_peak(model.device)
     calls = settings.trials * (settings.warmup + settings.repeats + 8)
     way = make_way(cell.way, model, cell.batch, cell.tokens + STEPS + calls + 8, settings)
     plain = _plain(model, cell, settings)
@@ -356,7 +358,8 @@ def _decode_row(cell: Cell, model: Model, results: Results, settings: DecodeSett
         repeats=settings.repeats,
         trials=settings.trials,
         graph=cell.way == "fla graph",
-        limit=settings.limit,
+        # A large step that is captured gets its hundred calls; what the CPU holds up is repeated less often.
+        limit=settings.limit if settings.limit is None or cell.way not in CAPTURED else 3 * settings.limit,
     )
     if isinstance(way, EngineDecode):
         timing = replace(timing, graphed=way.engine.path.graph)
@@ -368,7 +371,7 @@ def _decode_row(cell: Cell, model: Model, results: Results, settings: DecodeSett
         floor=floor,
         share=verdict.share,
         detail=detail,
-        peak_bytes=_peak(model.device),
+        peak_bytes=most_held(model.device),
         more={"tokens_per_second": cell.batch / timing.seconds},
     )
 
@@ -385,7 +388,14 @@ def _itemsize(dtype: str) -> int:
     return torch.finfo(getattr(torch, dtype)).bits // 8
 
 
-def _peak(device: torch.device) -> int | None:
+def forget_peak(device: torch.device) -> None:
+    """Count a device's peak memory anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def most_held(device: torch.device) -> int | None:
+    """What the device held at most since then, other models of the run included."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -553,8 +563,7 @@ def _memory_row(
 def _at_rows(model: Model, rows: int, context: int, settings: DecodeSettings) -> tuple[Any, int | None]:
     """A step of so many rows, and what the device held at most."""
     free(model.device)
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(model.device)
+    forget_peak(model.device)
     calls = settings.trials * (settings.warmup + settings.repeats + 8)
     way = EngineDecode(model.ours, rows, context + calls + 8, settings.state_dtype)
     # Zero states: what a step costs does not depend on them, and the prompts would take longer than all else.
@@ -565,7 +574,7 @@ def _at_rows(model: Model, rows: int, context: int, settings: DecodeSettings) ->
         run, model.device, warmup=settings.warmup, repeats=settings.repeats, trials=settings.trials,
         limit=settings.limit,
     )  # fmt: skip
-    found = replace(timing, graphed=way.engine.path.graph), _peak(model.device)
+    found = replace(timing, graphed=way.engine.path.graph), most_held(model.device)
     del run, way
     free(model.device)
     return found

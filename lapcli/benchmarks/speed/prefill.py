@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lapcli.benchmarks.speed.configs import Subject, recurrence_flop
-from lapcli.benchmarks.speed.decode import DecodeSettings, Models, attempt, cell_of, failed
+from lapcli.benchmarks.speed.decode import DecodeSettings, Models, attempt, cell_of, failed, forget_peak, most_held
 from lapcli.benchmarks.speed.gate import compare
 from lapcli.benchmarks.speed.library import why_no_fla
 from lapcli.benchmarks.speed.models import CHUNK, STEPS, Model
@@ -129,8 +129,7 @@ def _row(
     if share > 1:
         return Row(cell, "wrong", text, error_share=share)
     prompts = model.tokens(cell.batch, cell.tokens)
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(model.device)
+    forget_peak(model.device)
     timing = measure(
         lambda: run(prompts), model.device, warmup=min(settings.warmup, 3), repeats=min(settings.repeats, 20),
         trials=settings.trials, limit=settings.limit,
@@ -142,7 +141,7 @@ def _row(
         floor=prefill_floor(model, cell.batch, cell.tokens, results.machine["product_flops"]),
         share=share,
         detail=f"kernel: {kernel}" if kernel else "",
-        peak_bytes=torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else None,
+        peak_bytes=most_held(model.device),
         more={"tokens_per_second": cell.batch * cell.tokens / timing.seconds},
     )
 
