@@ -289,8 +289,9 @@ def _close(done: "Generated", *, quiet: bool) -> None:
     rate = "" if done.tokens_per_second is None else f", {done.tokens_per_second:.1f} tokens/s after the first"
     reasons = [each.reason for each in done.continuations]
     ended = ", ".join(f"{reasons.count(reason)} x {reason}" for reason in dict.fromkeys(reasons))
+    count = "1 token" if done.tokens == 1 else f"{done.tokens} tokens"
     display.closing(
-        f"{done.tokens} token{'' if done.tokens == 1 else 's'} in {done.seconds:.2f} s, the first after {done.first_seconds:.2f} s{rate}; "
+        f"{count} in {done.seconds:.2f} s, the first after {done.first_seconds:.2f} s{rate}; "
         f"ended by: {ended if len(reasons) > 1 else reasons[0]}",
         quiet=quiet,
     )
