@@ -15,6 +15,7 @@ __all__ = [
     "load_tile",
     "mix_bits",
     "narrow_state",
+    "norm_and_gate",
     "normed_and_gated",
     "part_of",
     "sigmoid",
@@ -120,14 +121,24 @@ def narrow_state(x, key, inside, STOCHASTIC: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def normed_and_gated(
-    x, norm_ptr, gate_ptr, mask, width, eps, NORM: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr
-):
-    """`x / rms(x) * weight * f(gate)` of all the numbers of a head at once; x is zero where masked."""
+def norm_and_gate(norm_ptr, gate_ptr, mask, NORM: tl.constexpr, GATE: tl.constexpr):
+    """The norm's weights and the raw gate, in fp32; zeros for what there is not."""
+    weight = tl.zeros(mask.shape, tl.float32)
+    gate = tl.zeros(mask.shape, tl.float32)
     if NORM:
-        x = x * tl.rsqrt(tl.sum(x * x) / width + eps) * tl.load(norm_ptr, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(norm_ptr, mask=mask, other=0.0).to(tl.float32)
     if GATE:
-        x = x * activate(tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32), SIGMOID)
+        gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    return weight, gate
+
+
+@triton.jit
+def normed_and_gated(x, weight, gate, width, eps, NORM: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr):
+    """`x / rms(x) * weight * f(gate)` of all the numbers of a head at once; x is zero where there is none."""
+    if NORM:
+        x = x * tl.rsqrt(tl.sum(x * x) / width + eps) * weight
+    if GATE:
+        x = x * activate(gate, SIGMOID)
     return x
 
 

@@ -13,6 +13,7 @@ from lapkernels.decoding.triton_parts import (
     filter_token,
     load_tile,
     mix_bits,
+    norm_and_gate,
     normed_and_gated,
     part_of,
     sigmoid,
@@ -29,6 +30,23 @@ def _log_decay(a, rate, bias, lower_bound, RATED: tl.constexpr, BOUNDED: tl.cons
     if BOUNDED:
         return lower_bound * sigmoid(rate * (a + bias))
     return -rate * softplus(a + bias)
+
+
+@triton.jit
+def _gates(b_ptr, a_ptr, dt_bias_ptr, rate, strength, lower_bound, WRITE: tl.constexpr, DECAY: tl.constexpr,
+           RATED: tl.constexpr, DT_BIAS: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
+    """A head's write strength and its factor of decay, 1 where it has none of its own."""
+    beta = strength
+    if WRITE:
+        beta = strength * sigmoid(tl.load(b_ptr).to(tl.float32))
+    decay = tl.full((), 1.0, tl.float32)
+    if DECAY == 1:
+        a = tl.load(a_ptr).to(tl.float32)
+        bias = tl.zeros_like(a)
+        if DT_BIAS:
+            bias = tl.load(dt_bias_ptr).to(tl.float32)
+        decay = tl.exp(_log_decay(a, rate, bias, lower_bound, RATED, BOUNDED))
+    return beta, decay
 
 
 @triton.jit
@@ -81,6 +99,9 @@ def delta_step_kernel(
     HELD: tl.constexpr = NORM and not ONE and T == 1 and SPLITS == 1
     LEFT: tl.constexpr = NORM and not ONE and not HELD
     WHOLE: tl.constexpr = V == BV * TILES * SPLITS
+    # The usual case, where everything is read before anything is waited for.
+    SINGLE: tl.constexpr = T * TILES == 1
+    MEET: tl.constexpr = LEFT and SPLITS > 1
     out_ptr += (row_wide * T * HV + head) * V
     gate_ptr += row_wide * gate_sb + head * gate_sh
 
@@ -119,6 +140,8 @@ def delta_step_kernel(
     k_ptr += row_wide * k_sb + key_head * k_sh
     v_ptr += row_wide * v_sb + head * v_sh
     a_ptr += row_wide * a_sb + head * a_sh
+    b_ptr += row_wide * b_sb + head
+    lamb_ptr += row_wide * lamb_sb + head
     ring_ptr += slot * ring_ss
     q_ring = ring_ptr + key_head * K
     k_ring = ring_ptr + (H + key_head) * K
@@ -141,10 +164,23 @@ def delta_step_kernel(
         block = (slot * HV + head).to(tl.uint32)
         key = mix_bits(mix_bits(block) ^ tl.load(seed_ptr).to(tl.uint32))
 
+    if SINGLE:
+        inside = columns < V
+        raw_v, v = filter_token(v_ptr + columns, v_st, v_ring + columns, ring_sr, v_weight + columns * weight_sc,
+                                weight_sw, v_bias + columns, inside, 0, position, T, W, R, BIAS, SILU_V)  # fmt: skip
+        if not LEFT:
+            weight, gate = norm_and_gate(norm_ptr + columns, gate_ptr + columns, inside, NORM, GATE)
+    if HELD:
+        at = tl.arange(0, TILES2)[:, None] * BV + columns[None, :]
+        held_weight, held_gate = norm_and_gate(norm_ptr + at, gate_ptr + at, at < V, NORM, GATE)
     if T == 1:
+        beta, decay = _gates(b_ptr, a_ptr, dt_bias_ptr, rate, strength, lower_bound, WRITE, DECAY, RATED, DT_BIAS,
+                             BOUNDED)  # fmt: skip
+        if DECAY == 2:
+            factors = _channel_decay(a_ptr, dt_bias_ptr, rate, lower_bound, K, KN, RATED, DT_BIAS, BOUNDED)
         q, k = filter_pair(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc, weight_sw,
-                          q_bias, k_bias, 0, position, keeps & (commit > 0), K, KN, T, W, R, BIAS, SILU_Q,
-                          SILU_K)  # fmt: skip
+                           q_bias, k_bias, 0, position, keeps & (commit > 0), K, KN, T, W, R, BIAS, SILU_Q,
+                           SILU_K)  # fmt: skip
         qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, add3)
         q0, k0 = part_of(q, 0, K0, ROWS0, KN, GATHER), part_of(k, 0, K0, ROWS0, KN, GATHER)
         if K1 > 0:
@@ -153,39 +189,34 @@ def delta_step_kernel(
             q2, k2 = part_of(q, K0 + K1, K2, ROWS2, KN, GATHER), part_of(k, K0 + K1, K2, ROWS2, KN, GATHER)
 
     reads = tl.zeros([TILES2, BV], tl.float32)
+    arrived = tl.zeros((), tl.int32)
     for tile in range(TILES):
         at = columns + tile * BV
         inside = at < V
         for t in range(T):
+            if not SINGLE:
+                raw_v, v = filter_token(v_ptr + at, v_st, v_ring + at, ring_sr, v_weight + at * weight_sc, weight_sw,
+                                        v_bias + at, inside, t, position, T, W, R, BIAS, SILU_V)  # fmt: skip
+                if not LEFT and not HELD:
+                    weight, gate = norm_and_gate(norm_ptr + at, gate_ptr + t * gate_st + at, inside, NORM, GATE)
             if T > 1:
+                beta, decay = _gates(b_ptr + t * b_st, a_ptr + t * a_st, dt_bias_ptr, rate, strength, lower_bound,
+                                     WRITE, DECAY, RATED, DT_BIAS, BOUNDED)  # fmt: skip
+                if DECAY == 2:
+                    factors = _channel_decay(a_ptr + t * a_st, dt_bias_ptr, rate, lower_bound, K, KN, RATED, DT_BIAS,
+                                             BOUNDED)  # fmt: skip
                 q, k = filter_pair(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc,
-                                  weight_sw, q_bias, k_bias, t, position, keeps & (t < commit) & (tile == 0), K, KN,
-                                  T, W, R, BIAS, SILU_Q, SILU_K)  # fmt: skip
+                                   weight_sw, q_bias, k_bias, t, position, keeps & (t < commit) & (tile == 0), K, KN,
+                                   T, W, R, BIAS, SILU_Q, SILU_K)  # fmt: skip
                 qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, add3)
                 q0, k0 = part_of(q, 0, K0, ROWS0, KN, GATHER), part_of(k, 0, K0, ROWS0, KN, GATHER)
                 if K1 > 0:
                     q1, k1 = part_of(q, K0, K1, ROWS1, KN, GATHER), part_of(k, K0, K1, ROWS1, KN, GATHER)
                 if K2 > 0:
                     q2, k2 = part_of(q, K0 + K1, K2, ROWS2, KN, GATHER), part_of(k, K0 + K1, K2, ROWS2, KN, GATHER)
-
-            raw_v, v = filter_token(v_ptr + at, v_st, v_ring + at, ring_sr, v_weight + at * weight_sc, weight_sw,
-                                    v_bias + at, inside, t, position, T, W, R, BIAS, SILU_V)  # fmt: skip
             if W > 0:
                 tl.store(v_ring + at + ((position + t) % R) * ring_sr, raw_v, mask=inside & (t < commit))
-
-            beta = strength
-            if WRITE:
-                beta = strength * sigmoid(tl.load(b_ptr + row_wide * b_sb + t * b_st + head).to(tl.float32))
-            decay = 1.0
-            if DECAY == 1:
-                a = tl.load(a_ptr + t * a_st).to(tl.float32)
-                bias = 0.0
-                if DT_BIAS:
-                    bias = tl.load(dt_bias_ptr).to(tl.float32)
-                decay = tl.exp(_log_decay(a, rate, bias, lower_bound, RATED, BOUNDED))
             if DECAY == 2:
-                factors = _channel_decay(a_ptr + t * a_st, dt_bias_ptr, rate, lower_bound, K, KN, RATED, DT_BIAS,
-                                         BOUNDED)  # fmt: skip
                 s0 *= part_of(factors, 0, K0, ROWS0, KN, GATHER)
                 if K1 > 0:
                     s1 *= part_of(factors, K0, K1, ROWS1, KN, GATHER)
@@ -211,7 +242,7 @@ def delta_step_kernel(
             read *= decay * q_unit
             found *= decay * k_unit
             if LAMBDA:
-                found += read * tl.load(lamb_ptr + row_wide * lamb_sb + t * lamb_st + head).to(tl.float32)
+                found += read * tl.load(lamb_ptr + t * lamb_st).to(tl.float32)
             update = beta * (v - found)
             written = k_unit * update
             s0 = decay * s0 + k0 * written[None, :]
@@ -220,6 +251,14 @@ def delta_step_kernel(
             if K2 > 0:
                 s2 = decay * s2 + k2 * written[None, :]
             out = scale * (read + (q_unit * qk) * written)
+
+            if LEFT:
+                tl.store(scratch_ptr + ((row_wide * HV + head) * T + t) * V + at, out, mask=inside)
+            if MEET and SINGLE:
+                # All of this program's numbers are written before its arrival counts; the state, much longer on its
+                # way and of no interest to the others, only then.
+                tl.debug_barrier()
+                arrived = tl.atomic_add(counter_ptr + row * HV + head, 1, sem="acq_rel", scope="gpu")
 
             commits = commit == t + 1
             store_tile(state_ptr, at, commits, s0, key, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V,
@@ -233,11 +272,8 @@ def delta_step_kernel(
 
             if HELD:
                 reads = tl.where(tl.arange(0, TILES2)[:, None] == tile, out[None, :], reads)
-            elif LEFT:
-                tl.store(scratch_ptr + ((row_wide * HV + head) * T + t) * V + at, out, mask=inside)
-            else:
-                out = normed_and_gated(out, norm_ptr + at, gate_ptr + t * gate_st + at, inside, V, eps, NORM, GATE,
-                                       SIGMOID)  # fmt: skip
+            elif not LEFT:
+                out = normed_and_gated(out, weight, gate, V, eps, NORM, GATE, SIGMOID)
                 tl.store(out_ptr + t * (HV * V) + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
         if TILES > 1:
@@ -250,23 +286,22 @@ def delta_step_kernel(
                 s2 = load_tile(state_ptr, ahead, more, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
 
     if HELD:
+        out = normed_and_gated(reads, held_weight, held_gate, V, eps, NORM, GATE, SIGMOID)
         at = tl.arange(0, TILES2)[:, None] * BV + columns[None, :]
-        out = normed_and_gated(reads, norm_ptr + at, gate_ptr + at, at < V, V, eps, NORM, GATE, SIGMOID)
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=at < V)
     if LEFT:
-        # All of this program's numbers are written before its arrival counts, and the last one sees everybody's.
-        tl.debug_barrier()
-        last = row >= 0
-        if SPLITS > 1:
+        if not (MEET and SINGLE):
+            tl.debug_barrier()
+        if MEET and not SINGLE:
             arrived = tl.atomic_add(counter_ptr + row * HV + head, 1, sem="acq_rel", scope="gpu")
-            last = arrived == SPLITS - 1
-        if last:
-            if SPLITS > 1:
+        # The last to arrive sees everybody's numbers.
+        if arrived == (SPLITS - 1 if MEET else 0):
+            if MEET:
                 tl.store(counter_ptr + row * HV + head, 0)
             at = tl.arange(0, V2)
             for t in range(T):
                 out = tl.load(scratch_ptr + ((row_wide * HV + head) * T + t) * V + at, mask=at < V, other=0.0,
                               cache_modifier=".cg")  # fmt: skip
-                out = normed_and_gated(out, norm_ptr + at, gate_ptr + t * gate_st + at, at < V, V, eps, NORM, GATE,
-                                       SIGMOID)  # fmt: skip
+                weight, gate = norm_and_gate(norm_ptr + at, gate_ptr + t * gate_st + at, at < V, NORM, GATE)
+                out = normed_and_gated(out, weight, gate, V, eps, NORM, GATE, SIGMOID)
                 tl.store(out_ptr + t * (HV * V) + at, out.to(out_ptr.dtype.element_ty), mask=at < V)

@@ -99,7 +99,25 @@ def ssd_step_kernel(
         block = (slot * HEADS + head).to(tl.uint32)
         key = mix_bits(mix_bits(block) ^ tl.load(seed_ptr).to(tl.uint32))
 
+    MEET: tl.constexpr = NORM and NORM_HEADS * SPLITS > 1
+    norm_group = head // NORM_HEADS
+    count_ptr = counter_ptr + row * (HEADS // NORM_HEADS) + norm_group
+    GATED: tl.constexpr = GATE and (GATE_FIRST or not NORM)
+    arrived = tl.zeros((), tl.int32)
     for t in range(T):
+        # Everything is read before anything is waited for.
+        at = head * P + columns
+        raw, x = filter_token(x_ptr + columns, x_st, ring_ptr + at, ring_sr, weight_ptr + at * weight_sc, weight_sw,
+                              bias_ptr + at, inside, t, position, T, W, R, BIAS, SILU)  # fmt: skip
+        if GATED:
+            gate = tl.load(gate_ptr + t * gate_st + columns, mask=inside, other=0.0).to(tl.float32)
+        step = tl.load(dt_ptr + t * dt_st).to(tl.float32)
+        if DT_BIAS:
+            step += tl.load(dt_bias_ptr + head).to(tl.float32)
+        step = softplus(step)
+        if LIMITED:
+            step = tl.minimum(tl.maximum(step, lowest), highest)
+        decay = tl.exp(-rate * step)
         C, B = filter_pair(C_ptr, B_ptr, C_st, B_st, ring_ptr + first_C, ring_ptr + first_B, ring_sr,
                            weight_ptr + first_C * weight_sc, weight_ptr + first_B * weight_sc, weight_sc, weight_sw,
                            bias_ptr + first_C, bias_ptr + first_B, t, position, keeps & (t < commit), N, NN, T, W, R,
@@ -110,20 +128,8 @@ def ssd_step_kernel(
             c1, b1 = part_of(C, N0, N1, ROWS1, NN, GATHER), part_of(B, N0, N1, ROWS1, NN, GATHER)
         if N2 > 0:
             c2, b2 = part_of(C, N0 + N1, N2, ROWS2, NN, GATHER), part_of(B, N0 + N1, N2, ROWS2, NN, GATHER)
-
-        at = head * P + columns
-        raw, x = filter_token(x_ptr + columns, x_st, ring_ptr + at, ring_sr, weight_ptr + at * weight_sc, weight_sw,
-                              bias_ptr + at, inside, t, position, T, W, R, BIAS, SILU)  # fmt: skip
         if W > 0:
             tl.store(ring_ptr + at + ((position + t) % R) * ring_sr, raw, mask=inside & (t < commit))
-
-        step = tl.load(dt_ptr + t * dt_st).to(tl.float32)
-        if DT_BIAS:
-            step += tl.load(dt_bias_ptr + head).to(tl.float32)
-        step = softplus(step)
-        if LIMITED:
-            step = tl.minimum(tl.maximum(step, lowest), highest)
-        decay = tl.exp(-rate * step)
 
         # Of the state before the write: S_new C = S C + (B . C) x.
         read = tl.sum(s0 * c0, 0)
@@ -141,6 +147,19 @@ def ssd_step_kernel(
         if SKIP:
             y += x * tl.load(D_ptr + head).to(tl.float32)
 
+        if GATED:
+            y *= gate * sigmoid(gate)
+        at += t * (HEADS * P)
+        if NORM:
+            tl.store(scratch_ptr + row_wide * (T * HEADS * P) + at, y, mask=inside)
+        else:
+            tl.store(out_row + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+        if MEET and T == 1:
+            # All of this program's numbers are written before its arrival counts; the state, much longer on its way
+            # and of no interest to the others, only then.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
+
         commits = commit == t + 1
         store_tile(state_ptr, columns, commits, s0, key, 0, N0, ROWS0, N, P, WHOLE, STRIDE_N, STRIDE_P, STOCHASTIC,
                    EVICT)  # fmt: skip
@@ -151,25 +170,14 @@ def ssd_step_kernel(
             store_tile(state_ptr, columns, commits, s2, key, N0 + N1, N2, ROWS2, N, P, WHOLE, STRIDE_N, STRIDE_P,
                        STOCHASTIC, EVICT)  # fmt: skip
 
-        if GATE and (GATE_FIRST or not NORM):
-            gate = tl.load(gate_ptr + t * gate_st + columns, mask=inside, other=0.0).to(tl.float32)
-            y *= gate * sigmoid(gate)
-        at += t * (HEADS * P)
-        if NORM:
-            tl.store(scratch_ptr + row_wide * (T * HEADS * P) + at, y, mask=inside)
-        else:
-            tl.store(out_row + at, y.to(out_ptr.dtype.element_ty), mask=inside)
-
     if NORM:
-        # All of this program's numbers are written before its arrival counts, and the last one sees everybody's.
-        tl.debug_barrier()
-        norm_group = head // NORM_HEADS
-        count_ptr = counter_ptr + row * (HEADS // NORM_HEADS) + norm_group
-        last = row >= 0
-        if NORM_HEADS * SPLITS > 1:
-            last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == NORM_HEADS * SPLITS - 1
-        if last:
-            if NORM_HEADS * SPLITS > 1:
+        if not (MEET and T == 1):
+            tl.debug_barrier()
+        if MEET and T > 1:
+            arrived = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
+        # The last to arrive sees everybody's numbers.
+        if arrived == NORM_HEADS * SPLITS - 1:
+            if MEET:
                 tl.store(count_ptr, 0)
             gate_ptr += (norm_group * NORM_HEADS - head) * gate_sh
             for t in range(T):
