@@ -189,6 +189,7 @@ def _speed(
     import shlex
     import sys
 
+    from lapcli.benchmarks.speed.pictures import check_picture, draw
     from lapcli.benchmarks.speed.request import plan, refuse_slow
     from lapcli.benchmarks.speed.request import run as measure
     from lapcli.benchmarks.speed.results import Budget, Results, machine_facts
@@ -197,6 +198,8 @@ def _speed(
     from lapkernels.timing import copy_bandwidth, product_rate
 
     work = plan(request)
+    if plot is not None:
+        check_picture(plot)
     where = Machine(machine[0], machine[1])
     device = where.torch_device()
     # fp32 on a CPU; the configs that are measured name no dtype, and bf16 is what such models have.
@@ -221,10 +224,8 @@ def _speed(
         command, facts, path=output, budget=clock, each=None if said else lambda row: display.closing(_line(row))
     )
     measure(work, results, device, dtype, seed=seed, first_config=first_config)
-    if plot is not None:
-        from lapcli.benchmarks.speed.pictures import draw
-
-        draw(results.rows, plot)
+    if plot is not None and not draw(results.rows, plot):
+        plot = None
     if as_json:
         display.emit(results.to_json())
     elif not quiet:

@@ -97,6 +97,7 @@ def test_require_fast(lapcli, tmp_path):
         (["operator", "--phase", "training"], 2, "--phase 'training'"),
         (["operator", "--config", "gdm"], 2, "no layer"),
         (["decode", "--backward"], 2, "--backward is for"),
+        (["decode", "--plot", "rows.xyz"], 2, "the ending is none of .png"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )

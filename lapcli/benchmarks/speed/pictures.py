@@ -1,31 +1,46 @@
 """Rows as pictures: time over batch or prompt length, a line for each width and way, and the floor."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from lapcli.artifacts.atomic import atomic_file
 from lapcli.benchmarks.speed.results import Row
-from lapcli.errors import ModelError
+from lapcli.errors import ModelError, UsageError
 
+_FORMATS = (".png", ".svg", ".pdf")
 _BY_TOKENS = ("prefill", "prefill mixer", "prefill operator")
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a picture of all kinds of rows that have more than one place, in the format of the file's ending.
+def check_picture(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before there is anything to draw.
+
+    Raises:
+        ModelError: matplotlib is not installed.
+        UsageError: the file's ending is no format.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModelError("matplotlib is not installed, which draws --plot", "pip install matplotlib")
+    if path.suffix not in _FORMATS:
+        raise UsageError(f"--plot {path}: the ending is none of {', '.join(_FORMATS)}")
+
+
+def draw(rows: Sequence[Row], path: Path) -> bool:
+    """Write a picture of all steps and prompts that were measured, in the format of the file's ending.
+
+    Returns:
+        Whether there was anything to draw.
 
     Raises:
         ModelError: matplotlib is not installed.
         ArtifactError: the file cannot be written.
-        UsageError: nothing was measured.
+        UsageError: the file's ending is no format.
     """
-    try:
-        import matplotlib
+    check_picture(path)
+    import matplotlib
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ModelError("matplotlib is not installed, which draws --plot", "pip install matplotlib") from error
-    from lapcli.artifacts.atomic import atomic_file
-    from lapcli.errors import UsageError
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
     kinds = [
         what
@@ -33,14 +48,15 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         if what not in ("latency", "memory", "generate")
     ]
     if not kinds:
-        raise UsageError("nothing was measured, so there is nothing to draw")
+        return False
     figure, axes = plt.subplots(1, len(kinds), figsize=(6 * len(kinds), 4.5), squeeze=False)
     for place, what in zip(axes[0], kinds, strict=True):
         _panel(place, what, [row for row in rows if row.cell.what == what and row.seconds is not None])
     figure.tight_layout()
     with atomic_file(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.lstrip(".") or "png", dpi=150)
+        figure.savefig(temporary, format=path.suffix.lstrip("."), dpi=150)
     plt.close(figure)
+    return True
 
 
 def _panel(axes, what: str, rows: Sequence[Row]) -> None:
