@@ -102,6 +102,23 @@ def test_the_kernels_interpreted(part):
     run("-c", textwrap.dedent(head) + textwrap.dedent(INTERPRETED[part]), interpreted=True)
 
 
+def test_all_of_it_runs_without_triton():
+    program = """
+        import sys
+        blocked = ("triton", "fla", "transformers", "lapcli")
+        for name in blocked:
+            sys.modules[name] = None
+        import torch
+        from lapkernels.norm import rms_norm, swiglu
+        from lapkernels.testing_steps import *
+        check_delta("as in Gated DeltaNet", "auto", torch.float32)
+        check_ssd("as in Mamba-2", "auto", torch.float32)
+        assert swiglu(rms_norm(torch.ones(2, 8), torch.ones(8)).output).shape == (2, 4)
+        assert not any(sys.modules.get(name) for name in blocked)
+        """
+    run("-c", textwrap.dedent(program), interpreted=False)
+
+
 @pytest.mark.parametrize(("capability", "count"), [(80, 1), (90, 4)], ids=["sm80", "sm90"])
 def test_what_the_table_chooses_compiles(capability, count):
     """Case 15: registers, spills and shared memory of what large and small batches get, 100 KB of it at most."""
