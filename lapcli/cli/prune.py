@@ -1,9 +1,15 @@
 """`lapcli prune`: calibrate, select and slice in one go."""
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from lapcli.cli import options
 from lapcli.parallel import jointly, processes
+
+if TYPE_CHECKING:
+    from lapcli.families.source import ModelSource
+    from lapcli.stages.pruning import PrunePlan
 
 
 def register(app: typer.Typer) -> None:
@@ -53,14 +59,6 @@ def run(
 
     reporter = display.DisplayReporter(quiet or as_json)
     plan = plan_pruning(source, calibration, selection, directory, overwrite=overwrite)
-    facts = {
-        "model": f"{source.name} ({source.digest[:12]})",
-        "stateful layers": len(plan.layers),
-        "key width": plan.width,
-        "state of a sequence, fp32": _change(plan.state_bytes_before, plan.state_bytes_after),
-        "calibration": _calibration_cost(plan.calibration_ready, plan.tokens, calibration.data, plan.needs_saliency),
-        "writes": f"{directory.calibration}, {directory.selection.name}, {directory.sliced.name}/",
-    }
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     layers = () if plan.calibration_ready else plan.layers
     machine.check(source.config, layers, needs_gradient=plan.needs_saliency)
@@ -70,7 +68,9 @@ def run(
             writes = [str(directory.calibration), str(directory.selection), str(directory.sliced)]
             display.emit({"dry_run": True, **asked, "writes": writes, **plan_document(plan)})
         else:
-            display.facts("would do (nothing was done)", facts)
+            writes = f"{directory.calibration}, {directory.selection.name}, {directory.sliced.name}/"
+            facts = pruning_in_words(source, plan, calibration.data)
+            display.facts("would do (nothing was done)", {**facts, "writes": writes})
         return
     ours = processes()
     ours.wait()
@@ -105,6 +105,17 @@ def run(
         f"next: lapcli eval builtin niah{options.run_flag(run_path)}",
         quiet=quiet,
     )
+
+
+def pruning_in_words(source: "ModelSource", plan: "PrunePlan", data: str) -> dict[str, str]:
+    """What pruning would do, for a person; `data` is the calibration's."""
+    return {
+        "model": f"{source.name} ({source.digest[:12]})",
+        "stateful layers": str(len(plan.layers)),
+        "key width": str(plan.width),
+        "state of a sequence, fp32": _change(plan.state_bytes_before, plan.state_bytes_after),
+        "calibration": _calibration_cost(plan.calibration_ready, plan.tokens, data, plan.needs_saliency),
+    }
 
 
 def _change(before: int, after: int) -> str:

@@ -1,12 +1,18 @@
 """`lapcli run`: a whole recipe, each step skipped where its result is there."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lapcli.cli import options
 from lapcli.parallel import jointly, launched
+
+if TYPE_CHECKING:
+    from lapcli.artifacts import RunDirectory
+    from lapcli.families.source import ModelSource
+    from lapcli.recipe import Recipe
+    from lapcli.stages.pruning import PrunePlan
 
 
 def register(app: typer.Typer) -> None:
@@ -99,13 +105,12 @@ def run(
             options=chosen_options, machine=machine, dry_run=True,
         )  # fmt: skip
     if dry_run:
-        tokens = plan.recovery.tokens if plan.recovery else 0
-        facts = {
-            **plan_document(pruning),
-            "recovery_tokens": tokens,
-            "tasks": plan.evaluation.tasks if plan.evaluation else [],
-        }
-        display.would_do(facts, as_json)
+        if as_json:
+            tokens = plan.recovery.tokens if plan.recovery else 0
+            asked = plan.evaluation.tasks if plan.evaluation else []
+            display.emit({"dry_run": True, **plan_document(pruning), "recovery_tokens": tokens, "tasks": asked})
+        else:
+            display.facts("would do (nothing was done)", _in_words(plan, pruning, source, directory))
         return
     reporter = display.DisplayReporter(quiet or as_json)
     with directory.lock():
@@ -150,3 +155,25 @@ def run(
         display.evaluation(evaluation, quiet=quiet)
     made = recovery.output if recovery else directory.sliced
     display.closing(f"done: {made}{context.loading(made)}", quiet=quiet)
+
+
+def _in_words(plan: "Recipe", pruning: "PrunePlan", source: "ModelSource", run: "RunDirectory") -> dict[str, str]:
+    """What a recipe would do, stage by stage, for a person."""
+    from lapcli.cli.prune import pruning_in_words
+
+    facts = pruning_in_words(source, pruning, plan.calibration.data)
+    facts["selector"] = plan.selection.method
+    writes = [f"{run.calibration}", run.selection.name, f"{run.sliced.name}/"]
+    if plan.recovery is not None:
+        training = plan.recovery.training()
+        what = "of the unpruned model, as a control" if plan.recovery.control else "of the slice"
+        facts["recovery"] = (
+            f"{what}, {training.steps} steps of {training.batch} x {plan.recovery.seq_len} = "
+            f"{plan.recovery.tokens:,} tokens of {plan.recovery.data}"
+        )
+        writes.append(f"{(run.control if plan.recovery.control else run.recovered).name}/")
+    if plan.evaluation is not None:
+        limit = "" if plan.evaluation.limit is None else f", {plan.evaluation.limit} items of each"
+        facts["evaluation"] = ", ".join(plan.evaluation.tasks) + limit
+        writes.append(run.evaluation.name)
+    return {**facts, "writes": ", ".join(writes)}

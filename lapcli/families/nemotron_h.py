@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lapcli.errors import ModelError
 from lapcli.families.base import Family, PredictionHead, StatefulLayer
 from lapcli.families.fields import bad_field, positive_integer, switch
 from lapcli.families.packed import MambaGroups
@@ -64,4 +65,8 @@ def _kinds(config: Mapping[str, Any]) -> Sequence[str]:
             return value
         if value is not None:
             raise bad_field(field, value, f"a list of layer types, or letters out of {' '.join(_LETTERS)},")
-    raise bad_field("layers_block_type", None, "a list of layer types, or a hybrid_override_pattern,")
+    raise ModelError(
+        "config.json has none of layers_block_type, layer_types and hybrid_override_pattern, so it does not say which "
+        f"layers keep a state; a list of layer types is wanted, or a pattern out of {' '.join(_LETTERS)}",
+        "put config.json right, or download the model again",
+    )

@@ -15,6 +15,7 @@ from lapcli.families.source import ModelSource, resolve_model
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter
 from lapcli.stages.evaluation_file import read_evaluation, set_aside, write_evaluation
+from lapcli.stages.lineage import altered
 
 
 def models_of(run: RunDirectory, base: ModelSource) -> list[tuple[str, ModelSource]]:
@@ -97,6 +98,12 @@ def evaluate_into(
     Raises:
         LapcliError: see `lapcli.evaluation.run.evaluate`.
     """
+    for _label, source in models:
+        if altered(source):
+            reporter.warn(
+                f"{source.name} is no longer as lapcli wrote it: other weights or another config are measured; "
+                "`lapcli prune` and `lapcli recover` mend what they made"
+            )
     beside = _there(output, overwrite, reporter)
     earlier = None if overwrite else beside
     worked = False

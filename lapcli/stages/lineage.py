@@ -18,6 +18,9 @@ Result = TypeVar("Result")
 LINEAGE_FILE = "lapcli.json"
 """The lineage of a model directory that lapcli wrote."""
 
+OWN_DIGEST = "digest"
+"""Where the record of such a lineage has the digest of the directory's own config, index and weights."""
+
 STALE_HINT = "pass --overwrite to replace it, or --run DIR to keep both"
 
 _CALIBRATION_AXES = {
@@ -107,6 +110,15 @@ def sliced_lineage(folder: Path) -> Lineage | None:
     """
     path = folder / LINEAGE_FILE
     return read_document(path, "model") if path.is_file() else None
+
+
+def altered(source: ModelSource) -> bool:
+    """Whether lapcli wrote a model directory and its config or weights are others now."""
+    try:
+        lineage = sliced_lineage(source.path)
+    except ArtifactError:
+        return False
+    return lineage is not None and lineage.record.get(OWN_DIGEST, source.digest) != source.digest
 
 
 def refuse_stale(wanted: Lineage, existing: Lineage, path: Path, mend: str = STALE_HINT) -> None:

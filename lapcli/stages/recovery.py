@@ -421,7 +421,8 @@ def _put_back(plan: RecoveryPlan, record: dict[str, Any]) -> None:
             temporary.write_text(recovery_card(plan.student, plan.teacher, plan.settings, record))
     if LINEAGE_FILE in plan.lost:
         adapter = plan.folder / ADAPTER
-        write_document(plan.output / LINEAGE_FILE, merged_lineage(plan.student, adapter, read_adapter(adapter)[0]))
+        lineage = merged_lineage(plan.student, adapter, read_adapter(adapter)[0], record["digest"])
+        write_document(plan.output / LINEAGE_FILE, lineage)
 
 
 def recovery_lineage(student: ModelSource, teacher: ModelSource | None, settings: RecoverySettings) -> Lineage:

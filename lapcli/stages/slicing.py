@@ -40,15 +40,19 @@ from lapcli.families.source import (
 )
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.cutting import Cutting, Mtp, cutting
-from lapcli.stages.lineage import LINEAGE_FILE, refuse_other_model, refuse_stale, sliced_lineage, slicing_lineage
+from lapcli.stages.lineage import (
+    LINEAGE_FILE,
+    OWN_DIGEST,
+    refuse_other_model,
+    refuse_stale,
+    sliced_lineage,
+    slicing_lineage,
+)
 from lapcli.stages.rotating import Bases, Turn, rotated, turns_of
 
 _COPY_BLOCK = 16 << 20
 _MTP_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 """What configs call the number of layers of an MTP head: Qwen's own, DeepSeek's and transformers' names."""
-
-_DIGEST = "digest"
-"""Where a slice's record has the digest of its own config, index and weights."""
 
 _ORTHONORMAL = 1e-9
 """How far products of directions may be from 0 and 1: K eps of rounding is far below, a wrong matrix far above."""
@@ -347,7 +351,7 @@ def slice_model(
             shutil.copyfile(packaged, folder / name)
         (folder / "README.md").write_text(_card(source, work, selection.lineage.settings))
         lineage = slicing_lineage(source, selection, artifact_digest(selection))
-        record = {_DIGEST: resolve_model(str(folder)).digest}
+        record = {OWN_DIGEST: resolve_model(str(folder)).digest}
         write_document(folder / LINEAGE_FILE, replace(lineage, record=record))
     return plan
 
@@ -414,7 +418,7 @@ def _what_is_wrong(source: ModelSource, selection: Artifact, output: Path, linea
     try:
         made = resolve_model(str(output))
         found = {(entry.name, entry.dtype, entry.shape, entry.nbytes) for _header, entry in made.tensors.values()}
-        as_written = lineage is None or made.digest == lineage.record.get(_DIGEST)
+        as_written = lineage is None or made.digest == lineage.record.get(OWN_DIGEST)
         if found != wanted or made.config != work.config or not as_written:
             return "is damaged"
     except LapcliError:

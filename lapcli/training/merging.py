@@ -20,9 +20,9 @@ from lapcli.artifacts import Lineage, TensorEntry, atomic_directory, digest_file
 from lapcli.errors import ArtifactError, FamilyError
 from lapcli.families.loading import skeleton
 from lapcli.families.registry import family_for
-from lapcli.families.source import INDEX_FILE, ModelSource, companions, copy_companions, refuse_quantised
+from lapcli.families.source import INDEX_FILE, ModelSource, companions, copy_companions, refuse_quantised, resolve_model
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.stages.lineage import LINEAGE_FILE, refuse_other_model, sliced_lineage
+from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_other_model, sliced_lineage
 from lapcli.training.adapters import FULL_FILE, LORA_FILE, read_adapter
 from lapcli.training.card import AS_BEFORE
 
@@ -125,17 +125,19 @@ def merge(
         index = [] if source.index is None else [INDEX_FILE]
         copy_companions(source, folder, (*companions(source), "config.json", *index))
         (folder / "README.md").write_text(_card(source, len(changed)) if card is None else card)
-        write_document(folder / LINEAGE_FILE, merged_lineage(source, adapter, lineage))
+        digest = resolve_model(str(folder)).digest
+        write_document(folder / LINEAGE_FILE, merged_lineage(source, adapter, lineage, digest))
     return Merged(output, tuple(changed), len(source.tensors))
 
 
-def merged_lineage(source: ModelSource, adapter: Path, of: Lineage) -> Lineage:
+def merged_lineage(source: ModelSource, adapter: Path, of: Lineage, digest: str) -> Lineage:
     """The lineage of a merged model.
 
     Args:
         source: the model that was trained.
         adapter: the adapter's folder.
         of: its lineage.
+        digest: of the merged model.
     """
     parents = {"adapter": _digest(adapter)}
     before = sliced_lineage(source.path)
@@ -147,7 +149,7 @@ def merged_lineage(source: ModelSource, adapter: Path, of: Lineage) -> Lineage:
         family=family_for(source.config).name,
         settings={"stage": "recovery", **of.settings},
         parents=parents,
-        record={"trained": of.record.get("trained")},
+        record={"trained": of.record.get("trained"), OWN_DIGEST: digest},
     )
 
 

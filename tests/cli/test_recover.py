@@ -180,8 +180,20 @@ def test_a_whole_recipe(lapcli, pruned, text, tmp_path):
         "calibration": {"data": str(text), "samples": 4, "seq_len": 64},
         "selection": {"method": "l1", "ratio": 0.5},
         "recovery": {"data": str(text), "seq_len": 48, "steps": 2, "batch": 2, "rank": 4, "validation": 2},
+        "evaluation": {"tasks": [f"text:{text}"], "limit": 2},
     }
     recipe.write_text(json.dumps(document))
+    code, out, err = lapcli("run", recipe, "--dry-run")
+    assert (code, out) == (0, ""), err
+    said = " ".join(err.split())
+    assert f"recovery of the slice, 2 steps of 2 x 48 = 192 tokens of {text}" in said
+    assert f"evaluation text:{text}, 2 items of each" in said
+    assert "sliced/, recovered/, evaluation.json" in said
+    # No name of a field.
+    assert not [word for word in said.split() if "_" in word and str(text.parent) not in word and "/" not in word]
+    code, out, err = lapcli("run", recipe, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["recovery_tokens"] == 192
     code, out, err = lapcli("run", recipe, "--json")
     assert code == 0, err
     assert json.loads(out)["recovery"]["worked"]

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lapcli.artifacts import Lineage, write_artifact
+from lapcli.errors import ModelError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
 from lapcli.recipe import CalibrationSettings
@@ -175,6 +176,18 @@ def with_head(folder, **tensors):
     head = {f"mtp.layers.0.{name}": torch.full(shape, 0.5) for name, shape in tensors.items()}
     save_file({**load_file(path), **head}, path, metadata={"format": "pt"})
     return head
+
+
+@pytest.mark.parametrize("spelling", ["missing", "null"])
+def test_a_nemotron_h_without_a_list_of_layers_is_told_what_is_wanted(spelling, tmp_path):
+    config = json.loads((tiny_stock_model("nemotron_h", tmp_path) / "config.json").read_text())
+    for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+        config.pop(name, None)
+        if spelling == "null":
+            config[name] = None
+    with pytest.raises(ModelError, match=r"has none of layers_block_type, .* which layers keep a state") as refused:
+        family_for(config).layers(config)
+    assert "None" not in str(refused.value)
 
 
 def test_the_head_of_nemotron_h_passes_through_or_is_dropped(tmp_path):

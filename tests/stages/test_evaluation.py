@@ -14,6 +14,7 @@ from lapcli.reporting import SilentReporter
 from lapcli.stages.evaluation import evaluate_into, plan_stage
 from lapcli.stages.evaluation_file import forget_stale, read_evaluation
 from lapcli.testing.models import tiny_gated_deltanet
+from lapcli.testing.slices import random_kept, sliced_by
 
 SETTINGS = EvaluationSettings(max_length=64, limit=2, niah_lengths=(400,))
 CPU = Machine(device="cpu")
@@ -46,6 +47,23 @@ def no_model(monkeypatch):
     return lambda: monkeypatch.setattr(
         "lapcli.families.loading.load_model", lambda *_args, **_more: pytest.fail("a model was loaded")
     )
+
+
+def test_a_model_that_changed_since_lapcli_wrote_it_is_measured_with_a_warning(folders, tmp_path):
+    base = resolve_model(str(folders[0]))
+    sliced = sliced_by(base, random_kept(base, 8), tmp_path)
+    weights, said = sliced.path / "model.safetensors", []
+    whole = weights.read_bytes()
+    for content in (whole, whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]])):
+        weights.write_bytes(content)
+        reporter, models = SilentReporter(), [("base", base), ("sliced", resolve_model(str(sliced.path)))]
+        evaluate_into(
+            tmp_path / "evaluation.json", models, ["builtin"], SETTINGS,
+            options=NO_OPTIONS, machine=CPU, reporter=reporter,
+        )  # fmt: skip
+        said.append([warning for warning in reporter.warnings if "no longer as lapcli wrote it" in warning])
+    assert said[0] == []
+    assert str(sliced.path) in said[1][0]
 
 
 def test_what_is_there_is_not_measured_again(measure, no_model, tmp_path):

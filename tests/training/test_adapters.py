@@ -87,7 +87,7 @@ def logits(model):
 
 def adapted(source, dtype=torch.float32, **options):
     model = load_model(source, dtype=dtype)
-    plan = adapters.plan_adapters(model, source.config, **{"rank": 8, **options})
+    plan = adapters.plan_adapters(model, source.config, **{"rank": 8, "alpha": 16, **options})
     return adapters.apply_adapters(model, plan), plan
 
 
@@ -360,7 +360,7 @@ def test_flas_models_are_covered_and_merged_without_a_gpu(name, config, tmp_path
 
     source = resolve_model(str(tiny_fla_model(name, tmp_path / "base", **config)))
     model = transformers.AutoModelForCausalLM.from_pretrained(source.path)
-    plan = adapters.plan_adapters(model, source.config, rank=8)
+    plan = adapters.plan_adapters(model, source.config, rank=8, alpha=16)
     wrapped = adapters.apply_adapters(model, plan)
     disturb(wrapped)
     for planned in plan.layers:
