@@ -193,6 +193,8 @@ def test_what_is_refused():
         ({"state": torch.zeros(2, 4, 16, 8, dtype=F64)}, "2 slots for B = 3"),
         ({"position": None}, "position"),
         ({"position": torch.zeros(3)}, "int32 or int64"),
+        ({"position": torch.tensor(5).expand(3)}, "position has shape .* make it contiguous"),
+        ({"norm_weight": torch.ones(16, dtype=F64)[::2]}, "norm_weight has shape .* make it contiguous"),
         ({"slots": torch.zeros(2, dtype=torch.int32)}, "slots"),
         ({"commit": torch.zeros(3, 1, dtype=torch.int32)}, "commit"),
         ({"dt_bias": torch.zeros(4, 16)}, "dt_bias has shape"),

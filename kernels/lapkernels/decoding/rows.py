@@ -110,6 +110,7 @@ def check_rows(
             raise InvalidInput(
                 f"{name} has shape {list(index.shape)} and dtype {index.dtype}; it should be [{batch}], int32 or int64"
             )
+        check_contiguous(name, index)
         if index.device != device:
             raise InvalidInput(f"{name} is on {index.device}, the inputs on {device}; they should be on one device")
     if slots is None and state.shape[0] < batch:
@@ -122,8 +123,10 @@ def check_rows(
         raise InvalidInput("a convolution needs `position`, the tokens that each row has had so far")
     if conv.weight.ndim != 2 or conv.weight.shape[0] != channels or conv.width < 1:
         raise InvalidInput(f"conv.weight has shape {list(conv.weight.shape)}; it should be [{channels}, W]")
-    if conv.bias is not None and tuple(conv.bias.shape) != (channels,):
-        raise InvalidInput(f"conv.bias has shape {list(conv.bias.shape)}; it should be [{channels}]")
+    if conv.bias is not None:
+        if tuple(conv.bias.shape) != (channels,):
+            raise InvalidInput(f"conv.bias has shape {list(conv.bias.shape)}; it should be [{channels}]")
+        check_contiguous("conv.bias", conv.bias)
     if conv.inputs.ndim != 3 or conv.inputs.shape[2] != channels or conv.inputs.shape[0] < state.shape[0]:
         raise InvalidInput(
             f"conv.inputs has shape {list(conv.inputs.shape)}; it should be [{state.shape[0]} or more, R, {channels}]"
@@ -219,3 +222,13 @@ def check_last_axis(name: str, tensor: Tensor) -> None:
     """
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise InvalidInput(f"{name} has strides {tensor.stride()}; its last axis should be contiguous")
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Check that a tensor's numbers lie one behind the other.
+
+    Raises:
+        InvalidInput: they do not.
+    """
+    if not tensor.is_contiguous():
+        raise InvalidInput(f"{name} has shape {list(tensor.shape)} and strides {tensor.stride()}; make it contiguous")

@@ -68,6 +68,7 @@ def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
     return Choice("reference", f"one token after the other in PyTorch: {why}")
 
 
+@torch.no_grad()
 def delta_step(
     q: Tensor,
     k: Tensor,
@@ -110,7 +111,8 @@ def delta_step(
     4. `o / rms(o) * norm_weight * f(gate)`.
 
     Any of q, k, v, b, a, lamb, gate may be a strided view of one projection's output, as long as its last axis is
-    contiguous. A row at position 0 starts from a zero state and no earlier inputs, whatever its slot holds.
+    contiguous. A row at position 0 starts from a zero state and no earlier inputs, whatever its slot holds. Nothing is
+    kept for a backward pass.
 
     **Several tokens** (speculative decoding): all T tokens are computed and give outputs; state and convolution
     inputs advance by the first `commit[b]` tokens only. The next call passes the accepted tokens again, followed by

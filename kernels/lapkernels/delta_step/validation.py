@@ -5,7 +5,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.rows import ConvState, check_last_axis, check_pool, check_rows, check_seed, check_tensor
+from lapkernels.decoding.rows import (
+    ConvState,
+    check_contiguous,
+    check_last_axis,
+    check_pool,
+    check_rows,
+    check_seed,
+    check_tensor,
+)
 from lapkernels.errors import InvalidInput
 
 ACTIVATIONS = ("silu", "swish", "sigmoid")
@@ -84,6 +92,9 @@ def check_arguments(
     for name, tensor in (("q", q), ("k", k), ("v", v), ("b", b), ("a", a), ("lamb", lamb), ("gate", gate)):
         if tensor is not None:
             check_last_axis(name, tensor)
+    for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias), ("norm_weight", norm_weight)):
+        if tensor is not None:
+            check_contiguous(name, tensor)
     if gate_activation not in ACTIVATIONS:
         raise InvalidInput(f"gate_activation is '{gate_activation}'; it is one of {', '.join(ACTIVATIONS)}")
     check_seed(rounding_seed, state, device)

@@ -68,6 +68,7 @@ def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
     return Choice("reference", f"one token after the other in PyTorch: {why}")
 
 
+@torch.no_grad()
 def ssd_step(
     x: Tensor,
     B: Tensor,

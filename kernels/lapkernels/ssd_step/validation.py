@@ -4,7 +4,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lapkernels.decoding.rows import ConvState, check_last_axis, check_pool, check_rows, check_seed, check_tensor
+from lapkernels.decoding.rows import (
+    ConvState,
+    check_contiguous,
+    check_last_axis,
+    check_pool,
+    check_rows,
+    check_seed,
+    check_tensor,
+)
 from lapkernels.errors import InvalidInput
 
 
@@ -80,6 +88,9 @@ def check_arguments(
     for name, tensor in (("x", x), ("B", B), ("C", C), ("dt", dt), ("gate", gate)):
         if tensor is not None:
             check_last_axis(name, tensor)
+    for name, tensor in (("A_log", A_log), ("D", D), ("dt_bias", dt_bias), ("norm_weight", norm_weight)):
+        if tensor is not None:
+            check_contiguous(name, tensor)
     if dt_limit is not None and not dt_limit[0] <= dt_limit[1]:
         raise InvalidInput(f"dt_limit is {dt_limit}; it should be (lowest, highest)")
     if norm_groups < 1 or heads % norm_groups:
