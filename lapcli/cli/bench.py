@@ -61,6 +61,10 @@ def run(
     backward: Annotated[
         bool, typer.Option("--backward", help="Gradients of an operator too.", rich_help_panel=_CELLS)
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="decode: where a captured step's time goes, by kernel.", rich_help_panel=_CELLS),
+    ] = False,
     memory: Annotated[
         str | None,
         typer.Option(help="decode: fill so much with sequences (80GiB) and measure there.", rich_help_panel=_CELLS),
@@ -106,6 +110,7 @@ def run(
     given: dict[str, Any] = {
         "--config": config, "--ratio": ratio, "--batch": batch, "--tokens": tokens, "--widths": widths,
         "--phase": phase, "--ways": ways, "--state-dtype": state_dtype, "--backward": backward or None,
+        "--profile": profile or None,
         "--memory": memory, "--budget": budget, "--first-config": first_config or None, "--output": output,
         "--plot": plot,
     }  # fmt: skip
@@ -138,14 +143,14 @@ def run(
         backward=backward,
         memory=_bytes(memory),
         quick=quick,
-        settings=DecodeSettings(trials=trials),
+        settings=DecodeSettings(trials=trials, profile=profile),
     )
     _speed(request, (device, dtype, require_fast), seed, budget, first_config, output, plot, as_json, dry_run, quiet)
 
 
 _NOT_FOR_PAPER = (
     "--config", "--ratio", "--batch", "--tokens", "--widths", "--phase", "--ways", "--state-dtype", "--backward",
-    "--memory",
+    "--memory", "--profile",
 )  # fmt: skip
 
 

@@ -37,6 +37,14 @@ def test_json_is_alone_on_stdout(lapcli):
     }
 
 
+def test_where_a_step_goes_is_told_by_kernel(lapcli):
+    code, _out, err = lapcli("bench", "decode", *FEW, "--ways", "lapcli", "--batch", "2", "--ratio", "0", "--profile")
+    assert code == 0
+    assert "Kernels of a step, toy K 32, batch 2, lapcli" in err
+    assert "aten::" in err
+    assert "between kernels" in err
+
+
 def test_memory_is_filled(lapcli):
     code, out, _err = lapcli("bench", "decode", *FEW, "--memory", "1MiB", "--json")
     base, half = json.loads(out)["rows"]
@@ -97,6 +105,7 @@ def test_require_fast(lapcli, tmp_path):
         (["operator", "--phase", "training"], 2, "--phase 'training'"),
         (["operator", "--config", "gdm"], 2, "no layer"),
         (["decode", "--backward"], 2, "--backward is for"),
+        (["prefill", "--profile"], 2, "--profile is for"),
         (["decode", "--plot", "rows.xyz"], 2, "the ending is none of .png"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,

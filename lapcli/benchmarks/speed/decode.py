@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapcli.benchmarks.speed.configs import Subject, rows_that_fit
+from lapcli.benchmarks.speed.kernel_times import kernel_times
 from lapcli.benchmarks.speed.library import SHORT, LibraryDecode, generate_seconds, why_no_fla
 from lapcli.benchmarks.speed.models import DISTINCT, STEPS, Model
 from lapcli.benchmarks.speed.results import Cell, Results, Row
@@ -45,6 +46,7 @@ class DecodeSettings:
         state_dtype: of lapcli's states.
         latency_tokens: of a latency cell.
         generated: new tokens of the shorter and the longer generation whose difference is a token's time.
+        profile: whether to look into captured steps, kernel by kernel.
     """
 
     warmup: int = WARMUP
@@ -54,6 +56,7 @@ class DecodeSettings:
     state_dtype: torch.dtype = torch.float32
     latency_tokens: int = 2048
     generated: tuple[int, int] = (8, 40)
+    profile: bool = False
 
 
 Measured = Callable[["Cell", "Model", "Results", "DecodeSettings"], "Row"]
@@ -365,6 +368,7 @@ def _decode_row(cell: Cell, model: Model, results: Results, settings: DecodeSett
         timing = replace(timing, graphed=way.engine.path.graph)
     floor = step_floor(model, cell.batch, cell.tokens, results.machine["copy_bytes"], _itemsize(cell.state_dtype))
     detail = way.detail if isinstance(way, EngineDecode) else ""
+    looked = settings.profile and cell.way in CAPTURED
     return Row.timed(
         cell,
         timing,
@@ -372,8 +376,19 @@ def _decode_row(cell: Cell, model: Model, results: Results, settings: DecodeSett
         share=verdict.share,
         detail=detail,
         peak_bytes=most_held(model.device),
-        more={"tokens_per_second": cell.batch / timing.seconds},
+        more={
+            "tokens_per_second": cell.batch / timing.seconds,
+            **(_kernels(run, model.device) if looked else {}),
+        },
     )
+
+
+def _kernels(run: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Where a step's time goes; a profiler that fails does not take the time with it."""
+    try:
+        return {"kernels": [list(each) for each in kernel_times(run, device)]}
+    except RuntimeError as error:
+        return {"profiler": str(error)[:200]}
 
 
 def _plain(model: Model, cell: Cell, settings: DecodeSettings) -> Tensor | None:

@@ -122,6 +122,8 @@ def plan(request: Request) -> Work:
     for name, values in (("--batch", request.batches), ("--tokens", request.tokens), ("--widths", request.widths)):
         if any(value < 1 for value in values):
             raise UsageError(f"{name} {', '.join(map(str, values))}: whole numbers from 1 on")
+    if request.settings.profile and (kind != "decode" or request.memory is not None):
+        raise UsageError("--profile is for `bench decode`", "drop it, or --memory")
     if request.memory is not None and kind != "decode":
         raise UsageError("--memory is for `bench decode`", "drop it, or measure decode")
     if request.backward and not (kind == "operator" and "prefill" in (request.phases or PHASES)):
@@ -215,7 +217,7 @@ def run(
     from lapkernels._triton import first_configurations
 
     request = work.request
-    settings = QUICK if request.quick else request.settings
+    settings = replace(QUICK, profile=request.settings.profile) if request.quick else request.settings
     settings = replace(settings, state_dtype=work.state_dtypes[0])
     models = Models(device, dtype, seed)
     with first_configurations() if first_config else nullcontext():

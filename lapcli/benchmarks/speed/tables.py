@@ -62,7 +62,22 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             for backward in sorted({row.cell.backward for row in ours}):
                 some = [row for row in ours if row.cell.backward == backward]
                 found.append(_ways(title + (", forward and backward" if backward else ""), what, some))
+    found += [_kernels(row) for row in rows if "kernels" in row.more]
     return found
+
+
+def _kernels(row: Row) -> Table:
+    """Where a step's time goes; what the kernels leave of it is launches and waiting."""
+    cell, step = row.cell, row.seconds or 0.0
+    kernels = row.more["kernels"]
+    body = [
+        [str(name), f"{calls:g}", _number(seconds * 1e6), f"{seconds / step:.1%}" if step else "-"]
+        for name, calls, seconds in kernels
+    ]
+    rest = step - sum(seconds for _name, _calls, seconds in kernels)
+    body.append(["between kernels", "", _number(rest * 1e6), f"{rest / step:.1%}" if step else "-"])
+    title = f"Kernels of a step, {cell.model} K {cell.key_width}, batch {cell.batch}, {cell.way}"
+    return Table(title, ["kernel", "calls", "us", "of the step"], body)
 
 
 def notes(rows: Iterable[Row]) -> list[str]:
