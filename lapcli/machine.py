@@ -22,7 +22,7 @@ class Machine:
         device: "auto", "cpu", "cuda", "cuda:1", …; "split" spreads a model over all GPUs, then memory and disk. Of
             several processes that torchrun started, each takes a GPU of its own.
         dtype: "auto" or a torch dtype's name.
-        kernel: "auto", "reference", "chunked" or "fla".
+        kernel: "auto", "reference", "chunked", "triton" or "fla".
         require_fast: whether it is an error when no fast kernel runs.
         trust_remote_code: whether code in a model's directory may run.
     """

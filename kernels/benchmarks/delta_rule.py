@@ -101,7 +101,7 @@ def implementations(
         pass
     if not every_tile:
         return
-    default = choose_tiles(shape.key_width, shape.value_width, shape.batch * shape.value_heads, dtype)
+    default = choose_tiles(shape.key_width, shape.value_width, dtype)
     walks = [Tiles(*choice) for choice in ((64, 4, 3), (64, 4, 2), (32, 4, 2), (32, 4, 3), (128, 8, 2), (128, 4, 2))]
     # The two kernels do not depend on each other's tiles: one is varied at a time.
     others = [default._replace(prepare_warps=warps, series=series) for warps in (1, 2, 4) for series in (False, True)]

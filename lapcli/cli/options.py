@@ -27,7 +27,7 @@ Dtype = Annotated[
     ),
 ]
 Kernel = Annotated[
-    str, typer.Option(help="Delta-rule kernel: auto, reference, chunked, fla.", rich_help_panel=_MACHINE)
+    str, typer.Option(help="Delta-rule kernel: auto, reference, chunked, triton, fla.", rich_help_panel=_MACHINE)
 ]
 RequireFast = Annotated[
     bool, typer.Option("--require-fast", help="Fail when no fast kernel can run.", rich_help_panel=_MACHINE)

@@ -114,7 +114,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         """Choose what computes the delta rule in every layer; nothing of it is stored with the model.
 
         Args:
-            name: `auto`, `reference`, `chunked` or `fla`.
+            name: `auto`, `reference`, `chunked`, `triton` or `fla`.
             device: where the model will lie, if not where it lies now.
 
         Raises:

@@ -77,12 +77,6 @@ def select_impl(
     ) or fla_backend.why_imprecise(dtype)
     if why is None:
         return Choice("fla", "fla's kernels are right here and the fastest")
-    if device.type == "cuda" and time > 1 and dtype in (torch.bfloat16, torch.float16):
-        ours = why_not(
-            "triton", device, dtype, key_width=key_width, gated=gated, erasing=erasing, needs_gradient=needs_gradient
-        )
-        if ours is None:
-            return Choice("triton", f"lapcli's kernels for chunks: {why}")
     unsound = why_not(
         "chunked", device, dtype, key_width=key_width, gated=gated, erasing=erasing, needs_gradient=needs_gradient
     )

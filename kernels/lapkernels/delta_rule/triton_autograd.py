@@ -104,8 +104,7 @@ def _gradients(
     value_heads, value_width = v.shape[2:]
     repeats = value_heads // key_heads
     if tiles is None:
-        sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        tiles = choose_tiles(key_width, value_width, sequences * value_heads, q.dtype)
+        tiles = choose_tiles(key_width, value_width, q.dtype)
     layout = layout_of(q, cu_seqlens)
     q_, k_, v_, d_o = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, d_output))
     x = k_ if erase is None else erase if erase.stride(-1) == 1 else erase.contiguous()

@@ -37,6 +37,16 @@ def tile(base, step_stride, left, FIRST: tl.constexpr, N: tl.constexpr, C: tl.co
 
 
 @triton.jit
+def part(base, step_stride, left, channel, N: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr):
+    """As `tile`, from a channel that a loop counts, a multiple of N."""
+    steps, channels = tl.arange(0, C), channel + tl.arange(0, N)
+    mask = (steps < left)[:, None]
+    if WIDTH % N != 0:
+        mask = mask & (channels < WIDTH)[None, :]
+    return tl.load(base + (steps[:, None] * step_stride + channels[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
 def course(sequence, bounds, chunk_starts, time, chunks, PACKED: tl.constexpr):
     """A sequence's row, first step and length, and its first chunk and their number."""
     if PACKED:
@@ -57,21 +67,21 @@ def _lower_products(a, a_step, b, b_step, left, K: tl.constexpr, BK: tl.constexp
     """The blocks on and below the diagonal of `a b^T`, `[C, C]`, row by row: 00, 10, 11, 20, 21, 22, 30, 31, 32, 33."""
     c00 = tl.zeros([BLOCK, BLOCK], tl.float32)
     c10, c11, c20, c21, c22, c30, c31, c32, c33 = c00, c00, c00, c00, c00, c00, c00, c00, c00
-    for channel in tl.static_range(0, K, BK):
-        b0 = tl.trans(tile(b, b_step, left, channel, BK, BLOCK, K))
-        b1 = tl.trans(tile(b + BLOCK * b_step, b_step, left - BLOCK, channel, BK, BLOCK, K))
-        b2 = tl.trans(tile(b + 2 * BLOCK * b_step, b_step, left - 2 * BLOCK, channel, BK, BLOCK, K))
-        b3 = tl.trans(tile(b + 3 * BLOCK * b_step, b_step, left - 3 * BLOCK, channel, BK, BLOCK, K))
-        row = tile(a, a_step, left, channel, BK, BLOCK, K)
+    for channel in range(0, K, BK):
+        b0 = tl.trans(part(b, b_step, left, channel, BK, BLOCK, K))
+        b1 = tl.trans(part(b + BLOCK * b_step, b_step, left - BLOCK, channel, BK, BLOCK, K))
+        b2 = tl.trans(part(b + 2 * BLOCK * b_step, b_step, left - 2 * BLOCK, channel, BK, BLOCK, K))
+        b3 = tl.trans(part(b + 3 * BLOCK * b_step, b_step, left - 3 * BLOCK, channel, BK, BLOCK, K))
+        row = part(a, a_step, left, channel, BK, BLOCK, K)
         c00 += tl.dot(row, b0, input_precision=PRECISION)
-        row = tile(a + BLOCK * a_step, a_step, left - BLOCK, channel, BK, BLOCK, K)
+        row = part(a + BLOCK * a_step, a_step, left - BLOCK, channel, BK, BLOCK, K)
         c10 += tl.dot(row, b0, input_precision=PRECISION)
         c11 += tl.dot(row, b1, input_precision=PRECISION)
-        row = tile(a + 2 * BLOCK * a_step, a_step, left - 2 * BLOCK, channel, BK, BLOCK, K)
+        row = part(a + 2 * BLOCK * a_step, a_step, left - 2 * BLOCK, channel, BK, BLOCK, K)
         c20 += tl.dot(row, b0, input_precision=PRECISION)
         c21 += tl.dot(row, b1, input_precision=PRECISION)
         c22 += tl.dot(row, b2, input_precision=PRECISION)
-        row = tile(a + 3 * BLOCK * a_step, a_step, left - 3 * BLOCK, channel, BK, BLOCK, K)
+        row = part(a + 3 * BLOCK * a_step, a_step, left - 3 * BLOCK, channel, BK, BLOCK, K)
         c30 += tl.dot(row, b0, input_precision=PRECISION)
         c31 += tl.dot(row, b1, input_precision=PRECISION)
         c32 += tl.dot(row, b2, input_precision=PRECISION)
@@ -83,9 +93,9 @@ def _lower_products(a, a_step, b, b_step, left, K: tl.constexpr, BK: tl.constexp
 def _over_length(x, step, left, K: tl.constexpr, BK: tl.constexpr, EPS: tl.constexpr):
     """One over the length of each of BLOCK steps."""
     squares = tl.zeros([BLOCK], tl.float32)
-    for channel in tl.static_range(0, K, BK):
-        part = tile(x, step, left, channel, BK, BLOCK, K).to(tl.float32)
-        squares += tl.sum(part * part, 1)
+    for channel in range(0, K, BK):
+        channels = part(x, step, left, channel, BK, BLOCK, K).to(tl.float32)
+        squares += tl.sum(channels * channels, 1)
     return 1.0 / tl.sqrt(squares + EPS)
 
 

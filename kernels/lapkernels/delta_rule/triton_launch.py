@@ -69,23 +69,18 @@ def key_blocks(width: int) -> tuple[int, int]:
     return (half, rest) if half + rest < whole else (whole, 0)
 
 
-def choose_tiles(key_width: int, value_width: int, programs: int, dtype: torch.dtype) -> Tiles:
+def choose_tiles(key_width: int, value_width: int, dtype: torch.dtype) -> Tiles:
     """The tiles for a call.
 
     Args:
         key_width: K.
         value_width: V.
-        programs: sequences times value heads.
         dtype: of q, k and v.
     """
-    widest = 64 if key_width <= 128 else 32
-    block = min(widest, max(16, power_of_two(value_width)))
-    # A walk is one program after another's heels: too few of them leave processors idle.
-    while block > 32 and programs * -(-value_width // block) < 128:
-        block //= 2
     if dtype == torch.float32:
-        return Tiles(min(block, 32 if key_width <= 128 else 16), 4, 1)
-    return Tiles(block, 8 if key_width > 128 else 4, 3 if key_width <= 64 else 2)
+        return Tiles(min(power_of_two(max(16, value_width)), 32 if key_width <= 128 else 16), 4, 1)
+    # 64 even where V is less: compiled by triton 3.6, blocks of 32 ended in illegal accesses on an H200.
+    return Tiles(64, 8 if key_width > 128 else 4, 3 if key_width <= 64 else 2)
 
 
 class Layout(NamedTuple):
@@ -161,12 +156,11 @@ def delta_rule_triton(
     Returns:
         The output `[B, T, HV, V]` in v's dtype, the final state in fp32, and what is kept.
     """
-    batch, time, key_heads, key_width = q.shape
+    _, time, key_heads, key_width = q.shape
     value_heads, value_width = v.shape[2:]
     wide = compute_dtype(q)
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     if tiles is None:
-        tiles = choose_tiles(key_width, value_width, sequences * value_heads, q.dtype)
+        tiles = choose_tiles(key_width, value_width, q.dtype)
     layout = layout_of(q, cu_seqlens)
     all_chunks = layout.all_chunks
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -204,7 +198,8 @@ def delta_rule_triton(
             scale, time, layout.chunks, all_chunks,
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *gate.stride(), *beta.stride(), **shared,
             BK=min(64, max(16, power_of_two(key_width))), GATED=g is not None, NORM=qk_l2norm, EPS=norm_eps,
-            SOLVE="ieee" if exact else tiles.solve, SERIES=tiles.series and not exact, num_warps=tiles.prepare_warps,
+            SOLVE="ieee" if exact else tiles.solve, SERIES=tiles.series and not exact,
+            num_warps=tiles.prepare_warps, num_stages=1,
         )  # fmt: skip
         second(
             q, k, x, v, output, solved, read, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
