@@ -89,7 +89,8 @@ def first_configurations() -> Generator[None]:
     if triton_version() is None:
         yield
         return
-    from triton.runtime.autotuner import Autotuner, OutOfResources
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.errors import OutOfResources
 
     tuned: Any = Autotuner.run
 
