@@ -122,6 +122,7 @@ def mamba_mixer(build: Builder, module: Any) -> SsdMixer:
             (heads.heads, heads.value_width, heads.state_width),
             heads.inner + 2 * heads.groups * heads.state_width,
             module.conv_kernel_size - 1,
+            turned=True,
         ),
     )
     return SsdMixer(pool, module, heads, build.room.impl)

@@ -16,11 +16,14 @@ class RecurrentShape(NamedTuple):
         state: of the matrix states, without the slot: `(HV, K, V)`, or `(H, P, N)` for Mamba-2.
         channels: of the short convolution; 0 without one.
         past: inputs that the convolution looks back on, `W - 1`.
+        turned: whether the last but one axis of the states is the contiguous one in memory, which Mamba-2's step is
+            faster with.
     """
 
     state: tuple[int, ...]
     channels: int
     past: int
+    turned: bool = False
 
 
 class RecurrentPool:
@@ -51,7 +54,10 @@ class RecurrentPool:
     ):
         self.shape = shape
         self.ring = shape.past + lookahead
-        self.state = torch.zeros(slots, *shape.state, dtype=state_dtype, device=device)
+        *outer, rows, columns = shape.state
+        last = (columns, rows) if shape.turned else (rows, columns)
+        state = torch.zeros(slots, *outer, *last, dtype=state_dtype, device=device)
+        self.state = state.transpose(-1, -2) if shape.turned else state
         self.inputs = torch.zeros(slots, self.ring, shape.channels, dtype=input_dtype, device=device)
 
     def tensors(self) -> tuple[Tensor, ...]:
