@@ -15,6 +15,8 @@ IMAGES = Path(__file__).resolve().parent.parent / "docs" / "img"
 LIMIT = 1 << 20
 """Bytes of all pictures together."""
 CHARTS = {
+    "selectors-perplexity": ("selectors", "builtin, token perplexity"),
+    "selectors-recall": ("selectors", "niah 512, exact match"),
     "pca-perplexity": ("pca", "builtin, token perplexity"),
     "states-utilisation": ("states", "Rank utilisation of the states"),
 }
