@@ -344,9 +344,10 @@ def test_rows_that_repeat_a_prompt_have_its_state():
     prompts = torch.randint(0, 259, (4, 9), generator=torch.Generator().manual_seed(0)).repeat(2, 1)[:6]
     logits = way.start(prompts)
     after = way.step(torch.tensor([5, 6, 7, 8, 5, 6]))
-    assert torch.equal(logits[4:], logits[:2])
-    assert torch.equal(after[4:], after[:2])
-    assert not torch.equal(after[0], after[1])
+    # Rows at the end of a product's block may be added up in another order.
+    for found in (logits, after):
+        torch.testing.assert_close(found[4:], found[:2], rtol=1e-5, atol=1e-5)
+    assert (after[0] - after[1]).abs().max() > 0.01
 
 
 def test_memory_counts_sequences_and_takes_fewer_where_a_step_needs_room(monkeypatch):

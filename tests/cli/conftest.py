@@ -16,6 +16,8 @@ def text(tmp_path_factory):
 def lapcli(capsys, monkeypatch, tmp_path):
     """Run a command in an empty directory; gives exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
+    # Wide enough that no path and no heading is broken, however long the temporary folder's name.
+    monkeypatch.setenv("COLUMNS", "400")
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["lapcli", *map(str, arguments)])
