@@ -338,13 +338,21 @@ def test_a_damaged_result_is_made_again(made, words, run):
         assert file.read_bytes() == whole
 
 
+@pytest.fixture(scope="module")
+def finished(made, words, tmp_path_factory):
+    """A finished recovery, to be copied."""
+    run = RunDirectory(tmp_path_factory.mktemp("finished") / "run")
+    healed(made[1], made[0], settings(words), run)
+    return run
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_lost_files_beside_the_weights_are_put_back(made, words, run):
+def test_lost_files_beside_the_weights_are_put_back(made, words, finished, run):
     base, student = made
-    healed(student, base, settings(words), run)
+    shutil.copytree(finished.path, run.path)
     whole = contents(run.recovered)
     # Weights and adapter are enough for it.
     shutil.rmtree(run.recovery / "checkpoints")
@@ -362,34 +370,32 @@ def test_lost_files_beside_the_weights_are_put_back(made, words, run):
     assert not healed(student, base, settings(words), run).worked
 
 
-@pytest.mark.parametrize("damage", ['{"kind": "recovery", ', "[]", '{"kind": "recovery", "schema": 1}'])
-def test_a_damaged_summary_is_made_again_or_named_with_a_remedy(made, words, run, damage):
+def test_a_damaged_summary_is_made_again_or_named_with_a_remedy(made, words, finished, run):
     base, student = made
-    healed(student, base, settings(words), run)
+    shutil.copytree(finished.path, run.path)
     summary, merged = run.recovery / "recovery.json", contents(run.recovered)
     before = json.loads(summary.read_text())["record"]
-    summary.write_text(damage)
-    reporter = SilentReporter()
-    plan = plan_recovery(student, base, settings(words), run, reporter=reporter)
-    assert plan.resumes_after == 3
-    assert "recovery.json" in reporter.warnings[0]
+    for damage in ('{"kind": "recovery", ', "[]", '{"kind": "recovery", "schema": 1}'):
+        summary.write_text(damage)
+        reporter = SilentReporter()
+        plan = plan_recovery(student, base, settings(words), run, reporter=reporter)
+        assert plan.resumes_after == 3
+        assert "recovery.json" in reporter.warnings[0]
+    with pytest.raises(ArtifactError, match="lr: 0"):
+        plan_recovery(student, base, settings(words, lr=1e-3), run)
     recover_into(plan, run, execution=EXECUTION)
     after = json.loads(summary.read_text())["record"]
     assert {**after, "wall_seconds": 0, "reloaded": 0} == {**before, "wall_seconds": 0, "reloaded": 0}
     assert contents(run.recovered) == merged
-    summary.write_text(damage)
-    with pytest.raises(ArtifactError, match="lr: 0"):
-        plan_recovery(student, base, settings(words, lr=1e-3), run)
+    summary.write_text("{")
     shutil.rmtree(run.recovery / "checkpoints")
     with pytest.raises(ArtifactError, match=r"recovery\.json") as refused:
         plan_recovery(student, base, settings(words), run)
     assert "--restart" in refused.value.hint
 
 
-def test_a_recovered_model_learns_from_the_unpruned_one(made, words, run):
-    base, student = made
-    healed(student, base, settings(words), run)
-    assert teacher_of(resolve_model(str(run.recovered))).digest == base.digest
+def test_a_recovered_model_learns_from_the_unpruned_one(made, finished):
+    assert teacher_of(resolve_model(str(finished.recovered))).digest == made[0].digest
 
 
 def test_where_flas_gradients_are_wrong_pytorch_runs(tmp_path, monkeypatch):
