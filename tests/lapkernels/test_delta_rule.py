@@ -330,7 +330,7 @@ BAD = {
     "other_device": (lambda a: a | {"beta": a["beta"].to("meta")}, "one device"),
     "no_time": (lambda a: {n: x[:, :0] for n, x in a.items()}, "no time step"),
     "no_chunk": (lambda a: a | {"chunk_size": 0}, "chunk_size"),
-    "unknown_impl": (lambda a: a | {"impl": "triton"}, "impl is 'triton'"),
+    "unknown_impl": (lambda a: a | {"impl": "magic"}, "impl is 'magic'"),
     "normalised_erase": (lambda a: a | {"erase": a["k"], "qk_l2norm": True}, "normalise q and k first"),
     "packed_batch": (lambda a: a | {"cu_seqlens": torch.tensor([0, 5])}, "B = 2"),
     "float_boundaries": (lambda a: a | {"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens"),

@@ -65,6 +65,14 @@ def healed(student, teacher, chosen, run, *, restart=False, overwrite=False, rep
     return recover_into(plan, run, **{"execution": EXECUTION, **options}, reporter=reporter)
 
 
+@pytest.fixture(scope="module")
+def finished(made, words, tmp_path_factory):
+    """A finished recovery, to be copied."""
+    run = RunDirectory(tmp_path_factory.mktemp("finished") / "run")
+    healed(made[1], made[0], settings(words), run)
+    return run
+
+
 def weights(folder):
     return {key: value for path in sorted(folder.glob("*.safetensors")) for key, value in load_file(path).items()}
 
@@ -130,9 +138,8 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("at", ["merge", "write_document"])
-def test_killed_after_training_it_ends_the_same(made, words, run, tmp_path, monkeypatch, at):
+def test_killed_after_training_it_ends_the_same(made, words, finished, run, monkeypatch, at):
     base, student = made
-    healed(student, base, settings(words), RunDirectory(tmp_path / "whole"))
 
     def end(*_arguments, **_options):
         raise Killed
@@ -143,7 +150,7 @@ def test_killed_after_training_it_ends_the_same(made, words, run, tmp_path, monk
             healed(student, base, settings(words), run)
     assert at == "write_document" or not run.recovered.exists()
     assert healed(student, base, settings(words), run).record["step"] == 3
-    wanted, found = weights(tmp_path / "whole" / "recovered"), weights(run.recovered)
+    wanted, found = weights(finished.recovered), weights(run.recovered)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
     assert not list(run.path.glob(".*"))
 
@@ -292,9 +299,9 @@ def test_what_is_not_lapclis_is_not_thrown_away(made, words, run):
     assert (run.recovered / "thesis.tex").is_file()
 
 
-def test_a_restart_that_comes_to_nothing_leaves_what_was_there(made, words, run, tmp_path):
+def test_a_restart_that_comes_to_nothing_leaves_what_was_there(made, words, finished, run, tmp_path):
     base, student = made
-    healed(student, base, settings(words), run)
+    shutil.copytree(finished.path, run.path)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     short = tmp_path / "short.txt"
@@ -327,23 +334,15 @@ def test_the_adapter_says_in_which_dtype_the_model_was_trained(made, words, run)
     assert set(record["dtypes"].values()) == {"bfloat16"}
 
 
-def test_a_damaged_result_is_made_again(made, words, run):
+def test_a_damaged_result_is_made_again(made, words, finished, run):
     base, student = made
-    healed(student, base, settings(words), run)
+    shutil.copytree(finished.path, run.path)
     file = run.recovered / "model.safetensors"
     whole = file.read_bytes()
     for damaged in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1])):
         file.write_bytes(damaged)
         assert healed(student, base, settings(words), run).worked
         assert file.read_bytes() == whole
-
-
-@pytest.fixture(scope="module")
-def finished(made, words, tmp_path_factory):
-    """A finished recovery, to be copied."""
-    run = RunDirectory(tmp_path_factory.mktemp("finished") / "run")
-    healed(made[1], made[0], settings(words), run)
-    return run
 
 
 def contents(folder):

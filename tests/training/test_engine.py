@@ -352,7 +352,7 @@ def gradients(bench, sequences, **execution):
 def loop_of(bench, **execution):
     return engine._Loop(
         bench.student, bench.teacher, bench.stream, bench.plan, bench.settings, Path("nowhere"), bench.lineage,
-        Execution(**execution), None, lambda _done: None, lambda _step, _found: None, bench.reporter, ALONE,
+        Execution(**execution), None, lambda _done: None, lambda _step, _found: None, bench.reporter, ALONE, None,
     )  # fmt: skip
 
 
