@@ -1,5 +1,6 @@
 """One decode step of softmax attention over a pool of keys and values: write the new token, read the row's own."""
 
-from lapkernels.attend_step.api import IMPLEMENTATIONS, attend_step, select_impl, why_not
+from lapkernels.attend_step.api import attend_step, select_impl, why_not
+from lapkernels.decoding.choice import IMPLEMENTATIONS
 
 __all__ = ["IMPLEMENTATIONS", "attend_step", "select_impl", "why_not"]

@@ -5,14 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapkernels import verdicts
-from lapkernels._triton import kernels_can_run
+from lapkernels.decoding.choice import why_no_kernel
 from lapkernels.delta_rule.api import Choice
-from lapkernels.errors import InvalidInput, KernelUnavailable
+from lapkernels.errors import KernelUnavailable
 from lapkernels.norm.reference import rms_norm_reference, swiglu_reference
 from lapkernels.norm.validation import check_gated, check_norm
-
-IMPLEMENTATIONS = ("auto", "reference", "triton")
 
 _WIDEST = 65536
 """Numbers of a row that one program can hold."""
@@ -41,18 +38,7 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | 
     Raises:
         InvalidInput: there is no such implementation.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise InvalidInput(f"impl is '{impl}'; the norm has {', '.join(IMPLEMENTATIONS)}")
-    if impl != "triton":
-        return None
-    if dtype == torch.float64:
-        return "its kernel computes in fp32; fp64 inputs need impl='reference'"
-    if not kernels_can_run(torch.device(device)):
-        return (
-            "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
-            "is imported to test the kernel there"
-        )
-    return verdicts.why_wrong("norm", impl, torch.device(device))
+    return why_no_kernel("norm", "norm", impl, device, dtype)
 
 
 def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:

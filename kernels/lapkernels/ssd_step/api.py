@@ -3,17 +3,14 @@
 import torch
 from torch import Tensor
 
-from lapkernels import verdicts
-from lapkernels._triton import kernels_can_run
+from lapkernels.decoding.choice import why_no_kernel
 from lapkernels.decoding.configs import StepConfig
 from lapkernels.decoding.rows import ConvState
 from lapkernels.decoding.workspace import Workspace
 from lapkernels.delta_rule.api import Choice
-from lapkernels.errors import InvalidInput, KernelUnavailable
+from lapkernels.errors import KernelUnavailable
 from lapkernels.ssd_step.reference import ssd_step_reference
 from lapkernels.ssd_step.validation import check_arguments
-
-IMPLEMENTATIONS = ("auto", "reference", "triton")
 
 
 def allocate_state(
@@ -44,18 +41,7 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | 
     Raises:
         InvalidInput: `impl` is no implementation of the step.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise InvalidInput(f"impl is '{impl}'; the Mamba-2 step has {', '.join(IMPLEMENTATIONS)}")
-    if impl != "triton":
-        return None
-    if dtype == torch.float64:
-        return "its kernel computes in fp32; fp64 inputs need impl='reference'"
-    if not kernels_can_run(torch.device(device)):
-        return (
-            "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
-            "is imported to test the kernel there"
-        )
-    return verdicts.why_wrong("ssd_step", impl, torch.device(device))
+    return why_no_kernel("ssd_step", "Mamba-2 step", impl, device, dtype)
 
 
 def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:

@@ -5,14 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapkernels import verdicts
-from lapkernels._triton import kernels_can_run
+from lapkernels.decoding.choice import why_no_kernel
 from lapkernels.delta_rule.api import Choice
-from lapkernels.errors import InvalidInput, KernelUnavailable
+from lapkernels.errors import KernelUnavailable
 from lapkernels.thin_linear.reference import thin_linear_reference
 from lapkernels.thin_linear.validation import check_arguments
-
-IMPLEMENTATIONS = ("auto", "reference", "triton")
 
 MOST_ROWS = 8
 """That the kernel takes: more are better served by a matrix product on tensor cores."""
@@ -44,20 +41,8 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype, rows: int
     Raises:
         InvalidInput: there is no such implementation.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise InvalidInput(f"impl is '{impl}'; the thin layer has {', '.join(IMPLEMENTATIONS)}")
-    if impl != "triton":
-        return None
-    if dtype == torch.float64:
-        return "its kernel computes in fp32; fp64 inputs need impl='reference'"
-    if rows > MOST_ROWS:
-        return f"its kernel takes {MOST_ROWS} rows at most, not {rows}"
-    if not kernels_can_run(torch.device(device)):
-        return (
-            "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
-            "is imported to test the kernel there"
-        )
-    return verdicts.why_wrong("thin_linear", impl, torch.device(device))
+    limit = None if rows <= MOST_ROWS else f"its kernel takes {MOST_ROWS} rows at most, not {rows}"
+    return why_no_kernel("thin_linear", "thin layer", impl, device, dtype, limit)
 
 
 def select_impl(device: torch.device | str, dtype: torch.dtype, rows: int = 1) -> Choice:

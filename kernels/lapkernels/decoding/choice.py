@@ -1,0 +1,41 @@
+"""Which implementation of a decode operator runs: a PyTorch reference, or one Triton kernel where it can run."""
+
+import torch
+
+from lapkernels import verdicts
+from lapkernels._triton import kernels_can_run
+from lapkernels.errors import InvalidInput
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+
+def why_no_kernel(
+    operator: str, what: str, impl: str, device: torch.device | str, dtype: torch.dtype, limit: str | None = None
+) -> str | None:
+    """Say why an implementation asked for by name cannot run a call; else `None`.
+
+    Args:
+        operator: its name, by which verdicts know it.
+        what: the operator in words.
+        impl: the implementation's name.
+        device: where the tensors lie.
+        dtype: of the inputs.
+        limit: why the kernel does not take this very call, if so.
+
+    Raises:
+        InvalidInput: `impl` is none of `IMPLEMENTATIONS`.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise InvalidInput(f"impl is '{impl}'; the {what} has {', '.join(IMPLEMENTATIONS)}")
+    if impl != "triton":
+        return None
+    if dtype == torch.float64:
+        return "its kernel computes in fp32; fp64 inputs need impl='reference'"
+    if limit is not None:
+        return limit
+    if not kernels_can_run(torch.device(device)):
+        return (
+            "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
+            "is imported to test the kernel there"
+        )
+    return verdicts.why_wrong(operator, impl, torch.device(device))
