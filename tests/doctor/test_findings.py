@@ -34,7 +34,7 @@ SOUND = Facts(
     device_files=True,
     gpus=(H200,),
     compiler="/usr/bin/gcc",
-    cache_folder="/root/.triton/cache",
+    cache_folder="/home/user/.triton/cache",
 )
 CPU_ONLY = replace(
     SOUND, torch_cuda=None, architectures=(), driver_cuda=None, device_files=False, gpus=(), pinned_triton=None
