@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -42,6 +43,29 @@ def interpreted(program: str) -> None:
 )
 def test_the_kernels_interpreted(part, dtype, half):
     interpreted(PARTS[part].format(dtype=dtype, half=half))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_they_compile_for_hopper(dtype):
+    """All of them, forward and backward, without a GPU: what the interpreter takes, the compiler may refuse."""
+    program = f"""
+        import torch
+        from lapkernels.offline import compile_only
+        from lapkernels.testing import delta_rule_inputs, output_state_and_gradients
+        from lapkernels.testing_chunks import run
+        compiled = compile_only(90)
+        inputs = delta_rule_inputs(time=70, key_width=16, value_width=16, state=True, gate=0.1)
+        output_state_and_gradients(run, inputs.to(torch.{dtype}))
+        assert len({{kernel.metadata.name for kernel in compiled}}) == 6, compiled
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_where_they_cannot_run():

@@ -125,7 +125,7 @@ def test_what_the_table_chooses_compiles(capability, count):
     program = f"""
         import json, torch
         from lapkernels.offline import compile_only, resources
-        from lapkernels.decoding.configs import choose_config
+        from lapkernels.decoding.configs import StepConfig, choose_config
         from lapkernels.testing_steps import *
         compiled = compile_only({capability})
         found = []
@@ -141,6 +141,13 @@ def test_what_the_table_chooses_compiles(capability, count):
             step(**case.tokens(0, 1), **case.constants(), state=case.state(1, dtype, value_major=False),
                  conv=case.conv(1), position=torch.tensor([3]), slots=torch.tensor([0]), config=config, impl="triton")
             found.append([config, resources(compiled[-1])])
+        # What the table seldom chooses, tile after tile among it: seen to compile.
+        case = delta_step_case(batch=1, tokens=1, key_width=32, value_width=64).to(torch.bfloat16)
+        for config in ((16, 1, 1), (16, 2, 1), (16, 1, 4)):
+            delta_step(**case.tokens(0, 1), **case.constants(), state=case.state(1, torch.float32, value_major=False),
+                 conv=case.conv(1), position=torch.tensor([3]), slots=torch.tensor([0]), config=StepConfig(*config),
+                 impl="triton")
+        assert len(compiled) == len(found) + 3
         print(json.dumps(found))
         """
     found = json.loads(run("-c", textwrap.dedent(program), interpreted=False))

@@ -130,7 +130,8 @@ def test_a_graph_is_its_steps(folders, name, dtype, thin):
             assert torch.equal(ours, theirs)
     for pool, twin in zip(captured.plan.pools(), eager.plan.pools(), strict=True):
         for tensor, other in zip(pool.tensors(), twin.tensors(), strict=True):
-            assert torch.equal(tensor, other)
+            # All rows' places; in the one after them padding rows of warming up and capturing have written.
+            assert torch.equal(tensor[:4], other[:4])
     assert captured.path.graph, str(captured.path)
     assert not eager.path.graph
 
@@ -139,13 +140,15 @@ def test_a_graph_is_its_steps(folders, name, dtype, thin):
 def test_experts_in_bf16(folders, name):
     """The library's grouped products inside the graph; near the fp32 model as the library's own bf16 pass is."""
     source = folders(name, experts=True)
-    reference, engine = load_model(source), Engine(loaded(source, BF16), max_rows=4, max_length=64)
-    own, (row,) = loaded(source, BF16), prompts_of(20)
+    (row,), further = prompts_of(20), [4, 5, 6, 7]
+    # The CPU's passes first: transformers' functions are those of the device that a model was last loaded for.
+    reference = load_model(source)
+    truths = [full_logits(reference, [*row, *further[: count + 1]]) for count in range(len(further))]
+    own, engine = loaded(source, BF16), Engine(loaded(source, BF16), max_rows=4, max_length=64)
     slot = engine.prefill(row).slot
     off, allowed = [], []
-    for token in (4, 5, 6, 7):
+    for token, truth in zip(further, truths, strict=True):
         row.append(token)
-        truth = full_logits(reference, row)
         off.append(distance(engine.step([token], [slot])[0].float().cpu(), truth))
         allowed.append(distance(full_logits(own, row).float().cpu(), truth))
     # A rounding may send a token to another expert, in either; so over all steps, and not one by one.

@@ -9,7 +9,7 @@ from torch import Tensor
 from lapkernels import verdicts
 from lapkernels.delta_rule import fla_backend, triton_backend
 from lapkernels.delta_rule.chunked import delta_rule_chunked
-from lapkernels.delta_rule.reference import compute_dtype, delta_rule_reference
+from lapkernels.delta_rule.reference import compute_dtype, delta_rule_reference, erase_direction
 from lapkernels.delta_rule.validation import check_arguments
 from lapkernels.errors import InvalidInput, KernelUnavailable
 
@@ -66,7 +66,7 @@ def select_impl(
         key_width: K.
         time: T.
         gated: whether there is a log decay `g`.
-        erasing: whether there is an erase direction of its own.
+        erasing: whether there is an erase direction of its own, or query feedback.
         needs_gradient: whether a backward pass will follow.
     """
     device = torch.device(device)
@@ -125,18 +125,20 @@ def delta_rule(
     g: Tensor | None = None,
     *,
     erase: Tensor | None = None,
+    lamb: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     qk_l2norm: bool = False,
     chunk_size: int = 64,
+    released: bool = False,
     impl: str = "auto",
 ) -> DeltaRuleOutput:
     """Write to and read from a matrix state by the (gated) delta rule.
 
     Each step and value head: `S *= exp(g)`; `u = beta (v - S^T x)`; `S += k u^T`; `o = S^T (scale q)`, where the
-    erase direction `x` is `k` unless given. The order matters: decay, error, write, read. The gate is a *log* decay,
+    erase direction `x` is `k` unless given, and `k + lamb q` with query feedback. The order matters: decay, error, write, read. The gate is a *log* decay,
     never positive; `beta` is used as given. The state and all sums are fp32 (fp64 for fp64 inputs) whatever the
     dtype of the inputs, autocast or not; the Triton kernels and fla's multiply in the dtype of the inputs and add in
     fp32.
@@ -148,6 +150,8 @@ def delta_rule(
         beta: `[B, T, HV]`, write strength.
         g: `[B, T, HV]`, log decay; `None` for none.
         erase: `[B, T, H or HV, K]`, erase directions; `None` for `k`.
+        lamb: `[B, T, HV]`, Q-Delta's query feedback, used as given; not together with `erase`. It mixes q and k as they
+            are after `qk_l2norm`, q without `scale`.
         scale: factor on q; `None` for `K ** -0.5`.
         initial_state: `[B or sequences, HV, K, V]`; `None` for zeros.
         output_final_state: whether to return the state after the last step.
@@ -155,7 +159,11 @@ def delta_rule(
             any device: host values are read, so boundaries on a GPU make the call wait for it. Each sequence has
             one token at least, its own initial state and its own final state.
         qk_l2norm: normalise q and k as `l2_normalise` does first; not together with `erase`.
-        chunk_size: C of the chunked form in PyTorch; sets its speed, not its result. Kernels have their own.
+        chunk_size: C of the chunked form in PyTorch; sets its speed, not its result (but for `released`). Kernels have
+            their own.
+        released: compute what Q-Delta's released kernels compute, which is not the recurrence: within a chunk the
+            *earlier* token's `k + lamb q` meets the *later* token's k. What was trained with them may need it. Only the
+            chunked form in PyTorch has it; chunks of 64, counted from the first token of the call, are theirs.
         impl: `auto` (see `select_impl`; inside `torch.compile` never a kernel), `reference`, `chunked`, `triton` or
             `fla`.
 
@@ -164,13 +172,19 @@ def delta_rule(
 
     Raises:
         InvalidInput: a shape, dtype, device or setting that breaks the contract.
-        KernelUnavailable: an `impl` asked for by name that cannot run here or is known to be wrong here.
+        KernelUnavailable: an `impl` asked for by name that cannot run here, is known to be wrong here, or does not
+            have what `released` asks for.
 
-    Source: DeltaNet arXiv 2406.06484, Gated DeltaNet arXiv 2412.06464 (eq. 10), erase direction arXiv 2606.08804.
+    Source: DeltaNet arXiv 2406.06484, Gated DeltaNet arXiv 2412.06464 (eq. 10), query feedback arXiv 2606.08804.
     """
-    sizes = check_arguments(q, k, v, beta, g, erase, initial_state, cu_seqlens, qk_l2norm, chunk_size)
-    tensors = (q, k, v, beta, g, erase, initial_state)
+    sizes = check_arguments(q, k, v, beta, g, erase, initial_state, cu_seqlens, qk_l2norm, chunk_size, lamb, released)
+    tensors = (q, k, v, beta, g, erase, initial_state, lamb)
+    erasing = erase is not None or lamb is not None
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if released:
+        if impl not in ("auto", "chunked"):
+            raise KernelUnavailable(f"impl='{impl}' for the released recurrence: only impl='chunked' computes it")
+        impl = "chunked"
     if impl == "auto" and torch.compiler.is_compiling():
         # What fla can do here is asked of the file system and of its own modules; neither belongs in a graph.
         impl = "reference" if sizes.time == 1 else "chunked"
@@ -181,18 +195,25 @@ def delta_rule(
             key_width=sizes.key_width,
             time=sizes.time,
             gated=g is not None,
-            erasing=erase is not None,
+            erasing=erasing,
             needs_gradient=needs_gradient,
         ).name
     else:
         why = why_not(
             impl, q.device, q.dtype, key_width=sizes.key_width, gated=g is not None,
-            erasing=erase is not None, needs_gradient=needs_gradient,
+            erasing=erasing, needs_gradient=needs_gradient,
         )  # fmt: skip
         if why is not None:
             raise KernelUnavailable(f"impl='{impl}' for the delta rule: {why}")
 
     factor: float = sizes.key_width**-0.5 if scale is None else scale
+    if lamb is not None and impl != "chunked":
+        # Mixed before rounding: these take the erase direction as a tensor.
+        wide = [x.to(compute_dtype(x)) for x in (q, k)]
+        wide = [l2_normalise(x) for x in wide] if qk_l2norm else wide
+        erase, qk_l2norm = erase_direction(*wide, lamb), False
+        q, k = wide if impl == "reference" else (x.to(v.dtype) for x in wide)
+        erase = erase if impl == "reference" else erase.to(v.dtype)
     if impl == "fla":
         output, state = fla_backend.delta_rule_fla(
             q, k, v, beta, g, erase, factor, initial_state, output_final_state, cu_seqlens,
@@ -211,7 +232,9 @@ def delta_rule(
         # Widened first: rounding the unit vectors would cost more precision than all that follows.
         q, k = (l2_normalise(x.to(compute_dtype(x))) for x in (q, k))
     if impl == "chunked":
-        output, state = delta_rule_chunked(q, k, v, beta, g, erase, factor, initial_state, cu_seqlens, chunk_size)
+        output, state = delta_rule_chunked(
+            q, k, v, beta, g, erase, factor, initial_state, cu_seqlens, chunk_size, lamb, released
+        )
     else:
         output, state = delta_rule_reference(
             q, k, v, beta, g, k if erase is None else erase, factor, initial_state, cu_seqlens

@@ -45,8 +45,13 @@ def delta_rule_chunked(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    lamb: Tensor | None = None,
+    released: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the chunked form. Arguments as `delta_rule` has checked and completed them; `erase` `None` means `k`.
+
+    With `lamb` the erase direction `k + lamb q` is not made: its products with k are those of k and of q, which are
+    there for all value heads of a key head, and what it reads of the state is made with the write strength in it.
 
     Without `cu_seqlens` nothing here depends on values, so the call can be compiled whole and captured in a
     CUDA graph.
@@ -77,9 +82,10 @@ def delta_rule_chunked(
                 return x
             return x.where(layout.is_token.view(-1, 1, 1, layout.chunk, 1), 0.0)
 
-        q_, k_, v_ = chunked(q) * scale, chunked(k), chunked(v)
-        x_ = k_ if erase is None else chunked(erase)
+        q_, k_, v_ = chunked(q), chunked(k), chunked(v)
+        x_ = None if erase is None else chunked(erase)
         beta_, g_ = cleared(beta), None if g is None else cleared(g).squeeze(-1)
+        lamb_ = None if lamb is None else cleared(lamb)
 
         sequences = layout.counts[0]
         if initial_state is None:
@@ -89,7 +95,7 @@ def delta_rule_chunked(
             if layout.order is not None:
                 state = state.index_select(0, layout.order)
 
-        output, state = _chunks(q_, k_, v_, x_, beta_, g_, state, layout.counts)
+        output, state = _chunks(q_, k_, v_, x_, beta_, g_, lamb_, scale, state, layout.counts, released)
 
         state = state.flatten(1, 2)
         if layout.order is not None:
@@ -101,23 +107,30 @@ def _chunks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     beta: Tensor,
     g: Tensor | None,
+    lamb: Tensor | None,
+    scale: float,
     state: Tensor,
     counts: tuple[int, ...],
+    released: bool,
 ) -> tuple[Tensor, Tensor]:
     """The chunked delta rule over chunks that are laid out already.
 
     Args:
-        q: `[M, H, 1, C, K]`, scaled.
+        q: `[M, H, 1, C, K]`.
         k: `[M, H, 1, C, K]`, write directions.
         v: `[M, H, R, C, V]`.
-        x: `[M, H, 1 or R, C, K]`, erase directions.
+        x: `[M, H, 1 or R, C, K]`, erase directions; `None` for `k`, or `k + lamb q`.
         beta: `[M, H, R, C, 1]`.
         g: `[M, H, R, C]`, log decay, or `None`.
+        lamb: `[M, H, R, C, 1]`, query feedback, or `None`.
+        scale: factor on q where it reads.
         state: `[sequences, H, R, K, V]`.
         counts: the sequences that still run, step by step.
+        released: whether the products within a chunk pair the earlier step's erase direction with the later one's
+            write direction, as released kernels have it.
 
     Returns:
         The output `[M, H, R, C, V]` and the final state `[sequences, H, R, K, V]`.
@@ -128,14 +141,22 @@ def _chunks(
         """`[M, H, 1 or R, ...]` to `[M H R, ...]`."""
         return x.expand(*leading, *x.shape[3:]).flatten(0, 2)
 
-    carried_x, carried_q, written_k, kept = beta * x, q, k, None
-    erased, read = flat(carried_x @ k.mT), flat(q @ k.mT)
+    read_q = q * scale
+    if lamb is None:
+        carried_x, read = beta * (k if x is None else x), read_q @ k.mT
+        erased = carried_x @ k.mT
+    else:
+        pairs, strength = q @ k.mT, beta * lamb
+        carried_x, read = torch.addcmul(beta * k, strength, q), pairs * scale
+        erased = beta * (k @ k.mT) + (beta * (lamb * pairs).mT if released else strength * pairs)
+    carried_q, written_k, kept = read_q, k, None
+    erased, read = flat(erased), flat(read)
     if g is None:
         read = read.tril()
     else:
         from_start, to_end, erased, read = _Decayed.apply(flat(g), erased, read)
         carried_x = carried_x * from_start.view_as(beta)
-        carried_q = q * from_start.view_as(beta)
+        carried_q = read_q * from_start.view_as(beta)
         written_k = k * to_end.view_as(beta)
         kept = from_start[:, -1:, None]
 

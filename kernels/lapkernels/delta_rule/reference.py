@@ -13,6 +13,19 @@ def compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def erase_direction(q: Tensor, k: Tensor, lamb: Tensor) -> Tensor:
+    """Q-Delta's `x = k + lamb q`, `[B, T, HV, K]` in the compute dtype.
+
+    Args:
+        q: `[B, T, H, K]`, after any normalisation.
+        k: `[B, T, H, K]`, after any normalisation.
+        lamb: `[B, T, HV]`.
+    """
+    dtype, repeats = compute_dtype(q), lamb.shape[2] // q.shape[2]
+    q, k = (x.to(dtype).repeat_interleave(repeats, dim=2) for x in (q, k))
+    return torch.addcmul(k, lamb.to(dtype).unsqueeze(-1), q)
+
+
 def delta_rule_reference(
     q: Tensor,
     k: Tensor,

@@ -174,7 +174,7 @@ def _running(g, step, left, carried, GATED: tl.constexpr):
     if GATED:
         decay = tl.load(g + index * step, mask=index < left, other=0.0).to(carried.dtype)
         return tl.cumsum(decay, 0) + carried, carried + tl.sum(decay, 0)
-    return index.to(tl.float32) * 0.0, carried
+    return tl.zeros([BLOCK], carried.dtype), carried
 
 
 @triton.jit

@@ -35,6 +35,8 @@ def check_arguments(
     cu_seqlens: Tensor | None,
     qk_l2norm: bool,
     chunk_size: int,
+    lamb: Tensor | None = None,
+    released: bool = False,
 ) -> Sizes:
     """Check the arguments of `delta_rule` and return their sizes. Reads shapes only, never values.
 
@@ -63,11 +65,17 @@ def check_arguments(
     _check_shape("beta", beta, (batch, time, value_heads))
     if g is not None:
         _check_shape("g", g, (batch, time, value_heads))
+    if lamb is not None:
+        if erase is not None:
+            raise InvalidInput("erase and lamb both say what is erased; lamb means k + lamb q, so give one of the two")
+        _check_shape("lamb", lamb, (batch, time, value_heads))
+    elif released:
+        raise InvalidInput("released=True is about query feedback, and there is no lamb")
     if erase is not None:
         if qk_l2norm:
             raise InvalidInput(
                 "qk_l2norm=True with an erase direction: whether the erase direction is built before or after "
-                "the normalisation is the caller's to say, so normalise q and k first (l2_normalise)"
+                "the normalisation is the caller's to say, so normalise q and k first (l2_normalise), or give lamb"
             )
         if tuple(erase.shape) != (batch, time, value_heads, key_width):
             _check_shape("erase", erase, (batch, time, key_heads, key_width))
@@ -75,7 +83,8 @@ def check_arguments(
         _check_shape("initial_state", initial_state, (sequences, value_heads, key_width, value_width))
 
     for name, tensor in (
-        ("q", q), ("k", k), ("v", v), ("beta", beta), ("g", g), ("erase", erase), ("initial_state", initial_state),
+        ("q", q), ("k", k), ("v", v), ("beta", beta), ("g", g), ("erase", erase), ("lamb", lamb),
+        ("initial_state", initial_state),
     ):  # fmt: skip
         if tensor is None:
             continue

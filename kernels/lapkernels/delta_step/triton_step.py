@@ -171,8 +171,8 @@ def delta_step_kernel(
         if not LEFT:
             weight, gate = norm_and_gate(norm_ptr + columns, gate_ptr + columns, inside, NORM, GATE)
     if HELD:
-        at = tl.arange(0, TILES2)[:, None] * BV + columns[None, :]
-        held_weight, held_gate = norm_and_gate(norm_ptr + at, gate_ptr + at, at < V, NORM, GATE)
+        held = tl.arange(0, TILES2)[:, None] * BV + columns[None, :]
+        held_weight, held_gate = norm_and_gate(norm_ptr + held, gate_ptr + held, held < V, NORM, GATE)
     if T == 1:
         beta, decay = _gates(b_ptr, a_ptr, dt_bias_ptr, rate, strength, lower_bound, WRITE, DECAY, RATED, DT_BIAS,
                              BOUNDED)  # fmt: skip
