@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lapkernels.chunk_layout import from_chunks, packed_layout, rows_layout, to_chunks
 from lapkernels.delta_rule import delta_rule
-from lapkernels.delta_rule.chunked import _from_chunks, _packed_layout, _rows_layout, _to_chunks
 from lapkernels.testing import delta_rule_inputs, output_state_and_gradients
 
 CPU = torch.device("cpu")
@@ -23,9 +23,9 @@ def numbered(batch: int, time: int) -> torch.Tensor:
 @pytest.mark.parametrize("time", [1, 15, 16, 17, 33], ids="T{}".format)
 def test_rows_are_cut_step_by_step(time, chunk_size):
     """Chunk `n` of every row comes before chunk `n + 1` of any; a short row is not filled up to a whole chunk."""
-    layout = _rows_layout(3, time, chunk_size)
+    layout = rows_layout(3, time, chunk_size)
     x = numbered(3, time)
-    chunks = _to_chunks(x, layout).flatten(0, 1)
+    chunks = to_chunks(x, layout).flatten(0, 1)
     assert layout.chunk == min(chunk_size, time)
     assert set(layout.counts) == {3}
     for step, row in itertools.product(range(len(layout.counts)), range(3)):
@@ -34,16 +34,16 @@ def test_rows_are_cut_step_by_step(time, chunk_size):
         assert torch.equal(found[: len(wanted)], wanted)
         assert not found[len(wanted) :].any()
     assert chunks.shape[0] * layout.chunk < 3 * (time + layout.chunk)
-    assert torch.equal(_from_chunks(chunks, layout, 3, time), x)
+    assert torch.equal(from_chunks(chunks, layout, 3, time), x)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=7), chunk_size=st.integers(1, 48))
 def test_packed_sequences_are_cut_longest_first(lengths, chunk_size):
     bounds = [0, *itertools.accumulate(lengths)]
-    layout = _packed_layout(tuple(bounds), chunk_size, CPU)
+    layout = packed_layout(tuple(bounds), chunk_size, CPU)
     x = numbered(1, bounds[-1])
-    chunks = _to_chunks(x, layout)
+    chunks = to_chunks(x, layout)
     assert layout.chunk == min(chunk_size, max(lengths))
     assert layout.order is not None
     assert layout.is_token is not None
@@ -60,7 +60,7 @@ def test_packed_sequences_are_cut_longest_first(lengths, chunk_size):
             # No other sequence's token, whose NaN would not stay its own.
             assert (found[len(wanted) :] == wanted[-1]).all()
     assert next(remaining, None) is None
-    assert torch.equal(_from_chunks(chunks, layout, 1, bounds[-1]), x)
+    assert torch.equal(from_chunks(chunks, layout, 1, bounds[-1]), x)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 16, 32], ids="chunk{}".format)
