@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_LEAST_MIX = 0.3
+"""Of q in the erase direction: with less, an operator that pairs the wrong tokens would hardly show it."""
+
 
 @dataclass
 class DeltaRuleInputs:
@@ -24,6 +27,7 @@ class DeltaRuleInputs:
         g: `[B, T, HV]`, log decay, or `None`.
         erase: `[B, T, H or HV, K]` or `None`.
         initial_state: `[B or sequences, HV, K, V]` or `None`.
+        lamb: `[B, T, HV]`, query feedback, or `None`.
     """
 
     q: Tensor
@@ -33,6 +37,7 @@ class DeltaRuleInputs:
     g: Tensor | None = None
     erase: Tensor | None = None
     initial_state: Tensor | None = None
+    lamb: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The arguments that are there, by name."""
@@ -67,6 +72,7 @@ def delta_rule_inputs(
     value_width: int = 6,
     gate: float | None = 0.5,
     erase: str | None = None,
+    feedback: bool = False,
     state: bool = False,
     sequences: int | None = None,
     seed: int = 0,
@@ -82,6 +88,7 @@ def delta_rule_inputs(
         value_width: V.
         gate: log decays are drawn from `(-gate, 0)`; `None` for no gate.
         erase: `None`, or `key` or `value` for an erase direction per key or value head.
+        feedback: whether there is query feedback, of 0.3 or more.
         state: whether there is an initial state.
         sequences: how many initial states; `None` for B.
         seed: of the draw.
@@ -105,8 +112,7 @@ def delta_rule_inputs(
     direction = None
     if erase is not None:
         heads = {"key": key_heads, "value": value_heads}[erase]
-        # A mix of 0.3 or more: below, an operator that pairs the wrong tokens would hardly show it.
-        mix = 0.3 + 0.6 * uniform(batch, time, heads, 1)
+        mix = _LEAST_MIX + 0.6 * uniform(batch, time, heads, 1)
         direction = per_head(k, heads) + mix * per_head(q, heads)
     return DeltaRuleInputs(
         q=q,
@@ -116,6 +122,7 @@ def delta_rule_inputs(
         g=None if gate is None else -gate * uniform(batch, time, value_heads),
         erase=direction,
         initial_state=normal(sequences or batch, value_heads, key_width, value_width) if state else None,
+        lamb=_LEAST_MIX + 0.6 * uniform(batch, time, value_heads) if feedback else None,
     )
 
 
@@ -158,6 +165,8 @@ def transition_recurrence(
     if inputs.erase is not None:
         own = inputs.erase.shape[2] == heads
         x = narrow(inputs.erase.double() if own else inputs.erase.double()[:, :, head])
+    if inputs.lamb is not None:
+        x = narrow(inputs.k.double()[:, :, head] + inputs.lamb.double()[..., None] * inputs.q.double()[:, :, head])
     decay = torch.ones_like(beta) if inputs.g is None else inputs.g.double().exp()[..., None, None]
     factor: float = width**-0.5 if scale is None else scale
     state = inputs.initial_state

@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
                                         "value_width": 16},
     "an erase direction without a gate": {"batch": 1, "time": 35, "key_heads": 1, "gate": None, "erase": "value",
                                           "key_width": 16, "value_width": 16, "state": True},
+    "query feedback": {"batch": 1, "time": 70, "key_heads": 1, "value_heads": 2, "gate": 0.05, "feedback": True,
+                       "key_width": 24, "value_width": 16, "state": True},
 }  # fmt: skip
 
 

@@ -305,13 +305,13 @@ def test_the_read_scale_is_the_root_of_the_key_width_unless_given():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_whole():
     """No graph break, and the compiled graph gives the same numbers and gradients."""
-    inputs = delta_rule_inputs(time=70, value_heads=4, erase="value", state=True)
+    inputs = delta_rule_inputs(time=70, value_heads=4, feedback=True, state=True)
     compiled = torch.compile(
         lambda x: tuple(run(DeltaRuleInputs(*x), impl="chunked")), fullgraph=True, dynamic=False, backend="aot_eager"
     )
 
     def as_tuple(x: DeltaRuleInputs):
-        return compiled((x.q, x.k, x.v, x.beta, x.g, x.erase, x.initial_state))
+        return compiled((x.q, x.k, x.v, x.beta, x.g, x.erase, x.initial_state, x.lamb))
 
     expected = output_state_and_gradients(lambda x: run(x, impl="chunked"), inputs)
     for name, actual in output_state_and_gradients(as_tuple, inputs).items():

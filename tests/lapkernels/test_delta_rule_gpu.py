@@ -46,7 +46,7 @@ def skip_unless_fla(inputs: DeltaRuleInputs, *, needs_gradient: bool) -> None:
         inputs.q.dtype,
         key_width=inputs.q.shape[-1],
         gated=inputs.g is not None,
-        erasing=inputs.erase is not None,
+        erasing=inputs.erase is not None or inputs.lamb is not None,
         needs_gradient=needs_gradient,
     )
     if why is not None:
@@ -96,6 +96,16 @@ def test_fla_forward_with_an_erase_direction(erase, gate):
     )
 
 
+@pytest.mark.parametrize("value_heads", [2, 4], ids=["HV=H", "HV=2H"])
+@pytest.mark.parametrize("gate", [None, 0.3], ids=["ungated", "gated"])
+def test_fla_forward_with_query_feedback(gate, value_heads):
+    assert_fla_is_right(
+        delta_rule_inputs(
+            time=130, gate=gate, value_heads=value_heads, key_width=64, value_width=64, state=True, feedback=True
+        )
+    )
+
+
 @pytest.mark.parametrize("key_width", [60, 96, 100], ids="K{}".format)
 def test_fla_reads_nothing_beside_the_gate(key_width):
     """Case 1: the gate lies right before 1e30."""
@@ -128,9 +138,11 @@ def test_fla_with_packed_sequences(short):
 
 
 @pytest.mark.parametrize("gate", [None, 0.3], ids=["ungated", "gated"])
-@pytest.mark.parametrize("erase", [None, "value"], ids="erase_{}".format)
-def test_fla_backward(gate, erase):
-    narrow = delta_rule_inputs(time=130, gate=gate, key_width=64, value_width=128, state=True, erase=erase).to(BF16)
+@pytest.mark.parametrize(
+    "mixing", [{}, {"erase": "value"}, {"feedback": True}], ids=["plain", "erase_value", "feedback"]
+)
+def test_fla_backward(gate, mixing):
+    narrow = delta_rule_inputs(time=130, gate=gate, key_width=64, value_width=128, state=True, **mixing).to(BF16)
     skip_unless_fla(narrow, needs_gradient=True)
     assert_as_precise(
         actual=output_state_and_gradients(lambda x: run(x, impl="fla"), narrow.to(device="cuda")),

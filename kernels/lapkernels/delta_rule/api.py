@@ -138,10 +138,10 @@ def delta_rule(
     """Write to and read from a matrix state by the (gated) delta rule.
 
     Each step and value head: `S *= exp(g)`; `u = beta (v - S^T x)`; `S += k u^T`; `o = S^T (scale q)`, where the
-    erase direction `x` is `k` unless given, and `k + lamb q` with query feedback. The order matters: decay, error, write, read. The gate is a *log* decay,
-    never positive; `beta` is used as given. The state and all sums are fp32 (fp64 for fp64 inputs) whatever the
-    dtype of the inputs, autocast or not; the Triton kernels and fla's multiply in the dtype of the inputs and add in
-    fp32.
+    erase direction `x` is `k` unless given, and `k + lamb q` with query feedback. The order matters: decay, error,
+    write, read. The gate is a *log* decay, never positive; `beta` is used as given. The state and all sums are fp32
+    (fp64 for fp64 inputs) whatever the dtype of the inputs, autocast or not; the Triton kernels and fla's multiply in
+    the dtype of the inputs and add in fp32.
 
     Args:
         q: `[B, T, H, K]`, read directions.
@@ -208,12 +208,13 @@ def delta_rule(
 
     factor: float = sizes.key_width**-0.5 if scale is None else scale
     if lamb is not None and impl != "chunked":
-        # Mixed before rounding: these take the erase direction as a tensor.
-        wide = [x.to(compute_dtype(x)) for x in (q, k)]
-        wide = [l2_normalise(x) for x in wide] if qk_l2norm else wide
-        erase, qk_l2norm = erase_direction(*wide, lamb), False
-        q, k = wide if impl == "reference" else (x.to(v.dtype) for x in wide)
-        erase = erase if impl == "reference" else erase.to(v.dtype)
+        # These take the erase direction as a tensor, which is made before q and k are rounded (fla rounds it itself).
+        dtype = compute_dtype(q)
+        q, k = (l2_normalise(x.to(dtype)) if qk_l2norm else x.to(dtype) for x in (q, k))
+        erase, qk_l2norm = erase_direction(q, k, lamb), False
+        if impl != "reference":
+            q, k = q.to(v.dtype), k.to(v.dtype)
+            erase = erase.to(v.dtype) if impl == "triton" else erase
     if impl == "fla":
         output, state = fla_backend.delta_rule_fla(
             q, k, v, beta, g, erase, factor, initial_state, output_final_state, cu_seqlens,

@@ -125,13 +125,13 @@ def _chunks(
         return x.expand(*leading, *x.shape[3:]).flatten(0, 2)
 
     read_q = q * scale
-    if lamb is None:
-        carried_x, read = beta * (k if x is None else x), read_q @ k.mT
-        erased = carried_x @ k.mT
-    else:
-        pairs, strength = q @ k.mT, beta * lamb
-        carried_x, read = torch.addcmul(beta * k, strength, q), pairs * scale
-        erased = beta * (k @ k.mT) + (beta * (lamb * pairs).mT if released else strength * pairs)
+    carried_x, read = beta * (k if x is None else x), read_q @ k.mT
+    erased = carried_x @ k.mT
+    if lamb is not None:
+        # The same products with q, of which `scale` is taken out again. Feedback of zero changes no bit.
+        mix, pairs = (lamb / scale, read) if scale else (lamb, q @ k.mT)
+        erased = erased + beta * ((mix * pairs).mT if released else mix * pairs)
+        carried_x = torch.addcmul(carried_x, beta * lamb, q)
     carried_q, written_k, kept = read_q, k, None
     erased, read = flat(erased), flat(read)
     if g is None:
