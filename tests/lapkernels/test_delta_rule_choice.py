@@ -17,7 +17,7 @@ CALL = {"key_width": 64, "time": 512, "gated": True}
 @pytest.fixture
 def hopper(monkeypatch):
     """A machine with fla and a Hopper GPU, as far as the choice can see; returns what sets its triton."""
-    monkeypatch.setattr(fla_backend, "_installed", lambda package: package != "tilelang")
+    monkeypatch.setattr(fla_backend, "is_installed", lambda package: package != "tilelang")
     monkeypatch.setattr(fla_backend, "kernels_can_run", lambda device: True)
     monkeypatch.setattr(fla_backend, "is_hopper", lambda index=0: True)
 
@@ -80,7 +80,7 @@ def test_a_forced_kernel_that_cannot_run_is_an_error():
 
 
 def test_without_fla_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(fla_backend, "_installed", lambda package: False)
+    monkeypatch.setattr(fla_backend, "is_installed", lambda package: False)
     assert "pip install" in why_not("fla", "cuda", torch.bfloat16, key_width=64, gated=True)
 
 

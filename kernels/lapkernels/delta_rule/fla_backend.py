@@ -26,7 +26,7 @@ def why_unavailable(
     device: torch.device, dtype: torch.dtype, key_width: int, *, gated: bool, erasing: bool
 ) -> str | None:
     """Why fla cannot run this call at all, or `None`."""
-    if not _installed("fla"):
+    if not is_installed("fla"):
         return "flash-linear-attention is not installed (pip install 'lapcli[gpu]')"
     if device.type != "cuda":
         return f"fla needs a GPU and the tensors are on {device}"
@@ -154,14 +154,14 @@ def _repeat(x: Tensor, repeats: int) -> Tensor:
 
 
 @cache
-def _installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Whether a package is there; asked once, because the search walks the file system at every call."""
     return importlib.util.find_spec(package) is not None
 
 
 def _tilelang_takes_over() -> bool:
     """Whether fla replaces the kernel that is wrong by one in tilelang, by fla's own rules."""
-    if not _installed("tilelang") or os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+    if not is_installed("tilelang") or os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
         return False
     if os.environ.get("FLA_TILELANG", "1") == "0":
         return False

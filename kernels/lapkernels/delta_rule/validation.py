@@ -58,7 +58,7 @@ def check_arguments(
         )
     sequences = batch
     if cu_seqlens is not None:
-        sequences = _check_boundaries(cu_seqlens, batch)
+        sequences = check_boundaries(cu_seqlens, batch)
 
     _check_shape("k", k, (batch, time, key_heads, key_width))
     _check_shape("v", v, (batch, time, value_heads, value_width))
@@ -114,7 +114,12 @@ def read_boundaries(cu_seqlens: Tensor, time: int) -> list[int]:
     return bounds
 
 
-def _check_boundaries(cu_seqlens: Tensor, batch: int) -> int:
+def check_boundaries(cu_seqlens: Tensor, batch: int) -> int:
+    """The number of packed sequences that boundaries speak of. Reads their shape and dtype, never values.
+
+    Raises:
+        InvalidInput: they are no row of integers, or there is more than one row of tokens.
+    """
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InvalidInput(
             f"cu_seqlens should be a row of two or more int32 or int64 boundaries; it has shape {_shape(cu_seqlens)} "
