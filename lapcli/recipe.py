@@ -102,6 +102,9 @@ class TrainingSettings(Optimisation):
     """How the model is trained: what its numbers depend on, beside model, teacher, adapters and stream."""
 
     steps: int = Field(default=2000, gt=0, description="optimiser steps")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="of AdamW: how long gradients are remembered")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="of AdamW: how long their squares are")
+    eps: float = Field(default=1e-8, gt=0, description="of AdamW: added to the root of the squares")
 
 
 class RecoverySettings(Optimisation):
@@ -217,7 +220,7 @@ def default_recovery(is_demo: bool) -> dict[str, Any]:
 
 
 def _keys(model: type[BaseModel]) -> dict[str, Any]:
-    return {name: field.annotation for name, field in model.model_fields.items()}
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
 def _explain(error: ValidationError, model: type[BaseModel], where: str) -> RecipeError:
@@ -264,7 +267,19 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe file.
 
     Raises:
-        RecipeError: it is missing, no YAML, or not a valid recipe.
+        RecipeError: it is missing, no YAML, or not a valid recipe; or it is one of `lapcli train`.
+    """
+    settings = read_settings(path)
+    if isinstance(settings.get("model"), dict) or "from" in settings:
+        raise RecipeError(f"{path} is a recipe of training, not of a chain", f"lapcli train {path}")
+    return validate(Recipe, settings, str(path))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a recipe file, of whatever kind, as YAML has them.
+
+    Raises:
+        RecipeError: it is missing, or no YAML with settings.
     """
     try:
         values = yaml.safe_load(path.read_text())
@@ -276,5 +291,4 @@ def read_recipe(path: Path) -> Recipe:
         raise RecipeError(f"{path} is no YAML: {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{path} holds no settings")
-    settings = cast(dict[str, Any], values)
-    return validate(Recipe, settings, str(path))
+    return cast(dict[str, Any], values)

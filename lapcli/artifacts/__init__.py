@@ -3,7 +3,7 @@
 from lapcli.artifacts.atomic import atomic_directory, atomic_file
 from lapcli.artifacts.digest import digest_document, digest_file, digest_weights
 from lapcli.artifacts.header import SafetensorsHeader, TensorEntry, encode_header, read_header
-from lapcli.artifacts.run import ANALYSIS_FILE, CURVE_FILE, RECOVERY_FILE, RunDirectory
+from lapcli.artifacts.run import ANALYSIS_FILE, CURVE_FILE, RECOVERY_FILE, TRAINING_FILE, RunDirectory
 from lapcli.artifacts.store import (
     SCHEMA,
     Artifact,
@@ -20,6 +20,7 @@ __all__ = [
     "ANALYSIS_FILE",
     "CURVE_FILE",
     "RECOVERY_FILE",
+    "TRAINING_FILE",
     "SCHEMA",
     "Artifact",
     "Lineage",

@@ -18,6 +18,9 @@ RECOVERY_FILE = "recovery.json"
 CURVE_FILE = "curve.jsonl"
 """Its training's curve, there too."""
 
+TRAINING_FILE = "training.json"
+"""What came of a training of a whole model, in its folder."""
+
 ANALYSIS_FILE = "analysis.safetensors"
 """What `lapcli analyze` found, in its folder."""
 
@@ -66,6 +69,16 @@ class RunDirectory:
     def control_recovery(self) -> Path:
         """As `recovery`, of the control."""
         return self.path / "recovery-control"
+
+    @property
+    def trained(self) -> Path:
+        """The directory of a model that was trained from a recipe."""
+        return self.path / "trained"
+
+    @property
+    def training(self) -> Path:
+        """What that training keeps beside it: checkpoints, curve, and what came of it."""
+        return self.path / "training"
 
     @property
     def analysis(self) -> Path:

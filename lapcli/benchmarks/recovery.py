@@ -52,7 +52,7 @@ from lapcli.reporting import Reporter, SilentReporter
 from lapcli.training.adapters import AdapterPlan, apply_adapters, plan_adapters, trained_parameters
 from lapcli.training.checkpoints import KIND
 from lapcli.training.distillation import Head, head_of
-from lapcli.training.engine import Execution, StepDone, TrainingSettings, recover
+from lapcli.training.engine import Execution, StepDone, TrainingSettings, train
 from lapcli.training.packing import PackedBatch, last_hidden, reads_packing
 from lapcli.training.stream import PackedSequence
 from lapkernels.timing import free, out_of_memory, product_rate, synchronize
@@ -389,7 +389,7 @@ class _Case:
 
         never = self.settings.steps + 1
         with tempfile.TemporaryDirectory() as folder:
-            recover(
+            train(
                 self.student,
                 teacher,
                 stream,

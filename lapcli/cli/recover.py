@@ -1,13 +1,13 @@
 """`lapcli recover`: heal a pruned model by LoRA and distillation."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lapcli.cli import options
-from lapcli.parallel import jointly, launched, processes
+from lapcli.cli.processes import check_processes, in_several
+from lapcli.parallel import jointly, processes
 from lapcli.pipeline import stage
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def run(
 
     reporter = display.DisplayReporter(quiet or as_json)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
-    _check_processes(gpus, device, settings.batch)
+    check_processes(gpus, device, settings.batch)
     _check_machine(student, guide, machine, teacher_device, sharding)
     ours = processes()
     plan = plan_recovery(
@@ -141,12 +141,7 @@ def run(
     if dry_run:
         _would_do(plan, as_json)
         return
-    if gpus is not None and gpus > 1 and not launched() and plan.finished is None:
-        from lapcli.launching import launch
-
-        code = launch(sys.argv[1:], gpus)
-        if code:
-            raise SystemExit(code)
+    if plan.finished is None and in_several(gpus):
         return
 
     from lapcli.stages.recovery import micro_batch as default_micro_batch
@@ -253,28 +248,6 @@ def _comes_from_a_demo(student: "ModelSource") -> bool:
         return teacher_of(student).is_demo
     except LapcliError:
         return False
-
-
-def _check_processes(gpus: int | None, device: str, batch: int) -> None:
-    """Refuse a number of processes that cannot be."""
-    import torch
-
-    from lapcli.errors import UsageError
-
-    if gpus is None or launched():
-        return
-    if gpus < 1:
-        raise UsageError(f"--gpus is {gpus}; it should be at least 1")
-    if batch % gpus:
-        raise UsageError(f"--batch-size {batch} cannot be shared by {gpus} processes", f"make it a multiple of {gpus}")
-    count = torch.cuda.device_count()
-    if device != "cpu" and gpus > count:
-        raise UsageError(
-            f"--gpus is {gpus}, but there are {count} CUDA devices here",
-            f"pass --gpus {count}" if count else "leave --gpus out, or pass --device cpu too for processes on the CPU",
-        )
-    if gpus > 1 and device not in ("auto", "cuda", "cpu"):
-        raise UsageError(f"--device {device}: each of {gpus} processes takes a GPU of its own", "leave --device out")
 
 
 def _check_machine(

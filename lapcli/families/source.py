@@ -3,7 +3,7 @@
 import filecmp
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -42,6 +42,7 @@ _VOCABULARY = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tokenizatio
 """Those of them without one of which there is none."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _OF_THE_MODEL = {"config.json", "README.md", "lapcli.json", "training_log.json"}
+_DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "truth value"}
 
 
@@ -153,8 +154,7 @@ class ModelSource:
     @cached_property
     def tokenizer_digest(self) -> str:
         """Names the contents of all files that make the tokenizer, chat templates too, and nothing else."""
-        files = {path for pattern in _TOKENIZER for path in self.path.glob(pattern) if path.is_file()}
-        return digest_document({path.relative_to(self.path).as_posix(): digest_file(path) for path in files})
+        return digest_document({name: digest_file(self.path / name) for name in tokenizer_files(self.path)})
 
     def check_tokenizer(self) -> None:
         """Refuse a model that comes without a tokenizer: transformers would make an empty one.
@@ -182,6 +182,39 @@ class ModelSource:
     def describe(self) -> dict[str, Any]:
         """Name, revision and digest, as artifacts record their base model."""
         return {"name": self.name, "revision": self.revision, "digest": self.digest}
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """The names of all files in a folder that make a tokenizer, chat templates too."""
+    files = {path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(folder).as_posix() for path in files)
+
+
+def resolve_tokenizer(name: str, config: Mapping[str, Any]) -> ModelSource:
+    """Find a tokenizer's files; from the hub these alone are downloaded, no weights.
+
+    Args:
+        name: a directory with or without a model, a hub id, or `demo:NAME`.
+        config: of the model that it is for.
+
+    Returns:
+        The tokenizer's folder as if the model lay in it, for `lapcli.families.loading.load_tokenizer`.
+
+    Raises:
+        ModelError: there is no such tokenizer, or it cannot be fetched.
+    """
+    commit = None
+    if name.startswith(DEMO_PREFIX):
+        path = resolve_model(name).path
+    elif Path(name).is_dir():
+        path = Path(name).resolve()
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
+        raise ModelError(f"{name} is no directory", "name a directory with a tokenizer, a hub id, or demo:NAME")
+    else:
+        path, commit = _download(name, None, _TOKENIZER)
+    source = ModelSource(name=name, path=path, revision=commit, config=dict(config))
+    source.check_tokenizer()
+    return source
 
 
 def companions(source: ModelSource) -> list[str]:
@@ -245,13 +278,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _download(name: str, revision: str | None) -> tuple[Path, str | None]:
+def _download(name: str, revision: str | None, patterns: Sequence[str] = _DOWNLOADED) -> tuple[Path, str | None]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*"]
     try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except GatedRepoError as error:
         raise ModelError(
             f"the hub's model {name} is gated", "accept its terms on its page, then log in with `hf auth login`"

@@ -41,6 +41,7 @@ from lapcli.recipe import RecoverySettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.calibration import check_length
 from lapcli.stages.evaluation_file import forget_stale
+from lapcli.stages.giving_way import aside, bring_back, check_ours, forget_aside, set_aside
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage
 from lapcli.training.adapters import (
     AdapterPlan,
@@ -57,9 +58,9 @@ from lapcli.training.distillation import align_vocabularies
 from lapcli.training.engine import (
     CHECKPOINTS,
     Execution,
-    Recovery,
     StepDone,
-    recover,
+    TrainingEnd,
+    train,
     training_lineage,
 )
 from lapcli.training.merging import merge, merged_lineage, rows_on_disk
@@ -75,6 +76,7 @@ CARD = "README.md"
 
 _MEND = "pass --restart to begin anew, or --run DIR to keep both"
 _CHECKED_TOKENS = 256
+_OURS = frozenset({CHECKPOINTS, CURVE_FILE, ADAPTER, RECOVERY_FILE, PICTURE, LINEAGE_FILE})
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ def teacher_of(student: ModelSource) -> ModelSource:
         ModelError: it is no longer where it was.
     """
     made, lineage = student, sliced_lineage(student.path)
-    while lineage is not None:
+    # What `lapcli train` made was pruned from nothing.
+    while lineage is not None and lineage.settings.get("stage") != "training":
         name, revision, digest = (lineage.model.get(key) for key in ("name", "revision", "digest"))
         try:
             origin = resolve_model(str(name), revision)
@@ -229,7 +232,7 @@ def plan_recovery(
             restart = True
     if there is None:
         for place in (folder, output) if restart else (output,):
-            _check_ours(place)
+            check_ours(place, _OURS)
         if processes.leader:
             check_text(student, settings, trust_remote_code=trust_remote_code)
         if reporter is not None:
@@ -467,7 +470,7 @@ def recover_into(
         processes: those that train together.
 
     Raises:
-        LapcliError: see `lapcli.training.engine.recover`; or the merged model does not compute what the trained one
+        LapcliError: see `lapcli.training.engine.train`; or the merged model does not compute what the trained one
             computes.
     """
     machine, reporter = machine or Machine(), reporter or SilentReporter()
@@ -480,9 +483,9 @@ def recover_into(
         return RecoveryResult(plan.output, adapter, plan.finished.record, worked=bool(plan.lost))
     places = (plan.folder, plan.output) if plan.restart and processes.leader else ()
     for place in places:
-        _check_ours(place)
+        check_ours(place, _OURS)
     for place in places:
-        _set_aside(place)
+        set_aside(place)
     processes.wait()
     begun = time.monotonic()
     try:
@@ -491,12 +494,12 @@ def recover_into(
         if not latest_step(plan.folder / CHECKPOINTS):
             # Nothing has taken its place: no text, no room, an interruption before the end of the first step.
             for place in places:
-                _bring_back(place)
+                bring_back(place)
         raise
     training = trained.ended
-    if training.stopped and training.step == 0 and any(_aside(place).exists() for place in places):
+    if training.stopped and training.step == 0 and any(aside(place).exists() for place in places):
         for place in places:
-            _bring_back(place)
+            bring_back(place)
         raise ModelError(
             f"{training.stopped}; nothing was learned, and the earlier recovery is in its place again",
             "pass a lower --lr, and --restart",
@@ -531,7 +534,7 @@ def recover_into(
     label = "control" if plan.settings.control else "recovered"
     forget_stale(run.evaluation, label, record["digest"], reporter)
     for place in (plan.folder, plan.output):
-        shutil.rmtree(_aside(place), ignore_errors=True)
+        forget_aside(place)
     return RecoveryResult(plan.output, adapter, record, worked=True)
 
 
@@ -547,39 +550,6 @@ def note_recovery(plan: RecoveryPlan, run: RunDirectory) -> None:
     run.note(base, "recover", {"recovery": plan.settings.document()})
 
 
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.before-restart")
-
-
-def _set_aside(folder: Path) -> None:
-    """Give way to a new recovery. What lies aside already was finished; what came after it was not, and goes."""
-    if not folder.exists():
-        return
-    if _aside(folder).exists():
-        shutil.rmtree(folder)
-    else:
-        folder.rename(_aside(folder))
-
-
-def _bring_back(folder: Path) -> None:
-    if _aside(folder).exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        _aside(folder).rename(folder)
-
-
-def _check_ours(folder: Path) -> None:
-    """See that a folder that will give way holds what an earlier recovery left.
-
-    Raises:
-        ArtifactError: the folder holds something else.
-    """
-    if not folder.exists():
-        return
-    ours = {CHECKPOINTS, CURVE_FILE, ADAPTER, RECOVERY_FILE, PICTURE, LINEAGE_FILE}
-    if not ours & {entry.name for entry in folder.iterdir()}:
-        raise ArtifactError(f"{folder} is there, but lapcli did not write it", "remove it, or pass another --run DIR")
-
-
 @dataclass(frozen=True, eq=False)
 class _Trained:
     """What training leaves in memory.
@@ -591,7 +561,7 @@ class _Trained:
         sample: some held-out tokens.
     """
 
-    ended: Recovery
+    ended: TrainingEnd
     adapters: AdapterPlan
     state: dict[str, torch.Tensor]
     sample: list[int]
@@ -628,7 +598,7 @@ def _train(
     training = settings.training()
     shown = open_tracker(trackers if processes.leader else (), plan.folder, settings.document(), plan.output.name)
     try:
-        ended = recover(
+        ended = train(
             student,
             teacher,
             stream,
@@ -640,6 +610,7 @@ def _train(
             vocabulary=plan.vocabulary,
             on_step=lambda done: shown.log(done.step, _shown(done)),
             on_validation=lambda step, found: shown.log(step, {"validation": found.document()}),
+            doing="recovering",
             reporter=reporter,
             processes=processes,
             device=device,
@@ -716,7 +687,7 @@ def _merge(
         with reporter.task("reading the merged model in a fresh process"):
             found = check_reload(plan.student, plan.settings, adapter, unchecked, sample, machine)
         if plan.output.exists():
-            _check_ours(plan.output)
+            check_ours(plan.output, _OURS)
             shutil.rmtree(plan.output)
         unchecked.rename(plan.output)
     finally:

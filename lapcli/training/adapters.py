@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,23 @@ _PEFT = "base_model.model."
 _ORIGINAL = re.compile(r"\.parametrizations\.(\w+)\.original$")
 _LORA = re.compile(r"\.lora_([AB])\.default\.weight$")
 _SHOWN = 12
+
+
+class TrainingPlan(Protocol):
+    """What is asked of a plan that says what a model trains (`AdapterPlan`, `lapcli.training.fresh.WholePlan`)."""
+
+    @property
+    def trained(self) -> int:
+        """How many numbers are trained."""
+        ...
+
+    def names(self) -> set[str]:
+        """The names that `trained_parameters` gives what is trained."""
+        ...
+
+    def undecayed(self) -> frozenset[str]:
+        """Those of them that no weight decay touches."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,10 @@ class AdapterPlan:
     def names(self) -> set[str]:
         """The names that `trained_parameters` gives what is trained."""
         return {f"{name}.lora_{side}.weight" for name in self.lora for side in "AB"} | set(self.full)
+
+    def undecayed(self) -> frozenset[str]:
+        """None: a decay that is asked for holds for all."""
+        return frozenset()
 
 
 def plan_adapters(
@@ -193,7 +214,7 @@ def apply_adapters(model: Any, plan: AdapterPlan) -> Any:
     return wrapped
 
 
-def check_coverage(model: nn.Module, plan: AdapterPlan) -> None:
+def check_coverage(model: nn.Module, plan: TrainingPlan) -> None:
     """See that a model trains what is planned, layer by layer, and nothing else.
 
     Raises:

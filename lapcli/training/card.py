@@ -1,10 +1,12 @@
-"""The model card of a recovered model: recipe, data, budget and results."""
+"""The cards of trained models: recipe, data, budget and results."""
 
+import math
 from typing import Any
 
 from lapcli.families.source import ModelSource
-from lapcli.recipe import RecoverySettings
+from lapcli.recipe import RecoverySettings, TrainingSettings
 from lapcli.stages.lineage import LINEAGE_FILE, sliced_lineage
+from lapcli.training_recipe import PretrainingSettings
 
 AS_BEFORE = "It loads as the model it was made from does."
 
@@ -38,12 +40,11 @@ def recovery_card(
         f"{training.batch} x {settings.seq_len}",
         "trained": trained + "; layers with a state only",
         "loss": loss,
-        "optimiser": f"AdamW, {training.lr:g} falling to {training.lr_min:g}, warm-up {training.warmup:g}, "
-        f"weight decay {training.weight_decay:g}, gradient norm {training.clip:g}",
-        "time": f"{record['seconds']:,} s on {record['processes']} process{'es' if record['processes'] > 1 else ''}",
+        "optimiser": _optimiser(training),
+        "time": _time(record),
     }
     lines = [f"# {student.name}, {what}", "", f"Made by lapcli. {student.loading or AS_BEFORE}", ""]
-    lines += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items()), ""]
+    lines += _facts(rows)
     before, after = record["before"], record["after"]
     if before is not None and after is not None:
         lines += [f"{training.validation} held-out sequences of the training text, means per token:", ""]
@@ -59,9 +60,63 @@ def recovery_card(
     return "\n".join(lines) + "\n"
 
 
+def training_card(name: str, config: Any, settings: PretrainingSettings, record: dict[str, Any]) -> str:
+    """The card of a model that was trained whole, in Markdown.
+
+    Args:
+        name: of the model that it was trained on from, or its type.
+        config: of the model, as a config of transformers.
+        settings: of the training.
+        record: how training ended: `tokens`, `step`, `seconds`, `processes`, `before`, `after`, `stopped`.
+    """
+    training = settings.training()
+    begins = f"weights drawn from seed {settings.seed} ({settings.start})"
+    rows = {
+        "model type": f"`{config.model_type}`, {config.num_hidden_layers} layers, hidden size {config.hidden_size}",
+        "begins with": begins if settings.base is None else f"`{name}`",
+        "tokenizer": f"that of `{settings.tokenizer_name}`",
+        "data": f"`{settings.data}`, documents {settings.documents}, seed {settings.seed}",
+        "budget": f"{record['tokens']:,} tokens that counted, in {record['step']} of {training.steps} steps of "
+        f"{training.batch} x {settings.seq_len}",
+        "optimiser": f"{_optimiser(training)}, betas {training.beta1:g} and {training.beta2:g}",
+        "stored in": settings.stored,
+        "time": _time(record),
+    }
+    lines = [f"# {name}, trained", "", "Made by `lapcli train`. fla's classes load it where they know its type.", ""]
+    lines += _facts(rows)
+    before, after = record["before"], record["after"]
+    if before is not None and after is not None:
+        lines += [f"{training.validation} held-out sequences of the training text:", ""]
+        lines += ["| | cross entropy a token | perplexity |", "| --- | ---: | ---: |"]
+        lines += [
+            f"| {when} | {found['cross_entropy']:.4f} | {math.exp(min(found['cross_entropy'], 700)):.4g} |"
+            for when, found in (("before", before), ("after", after))
+        ]
+        lines.append("")
+    if record["stopped"]:
+        lines += [f"Training stopped early: {record['stopped']}. These are the last good parameters.", ""]
+    lines.append(f"`{LINEAGE_FILE}` holds settings and digests. What may be done with it depends on its data.")
+    return "\n".join(lines) + "\n"
+
+
+def _facts(rows: dict[str, str]) -> list[str]:
+    return ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items()), ""]
+
+
+def _optimiser(training: TrainingSettings) -> str:
+    return (
+        f"AdamW, {training.lr:g} falling to {training.lr_min:g}, warm-up {training.warmup:.3g}, "
+        f"weight decay {training.weight_decay:g}, gradient norm {training.clip:g}"
+    )
+
+
+def _time(record: dict[str, Any]) -> str:
+    return f"{record['seconds']:,} s on {record['processes']} process{'es' if record['processes'] > 1 else ''}"
+
+
 def _pruning(student: ModelSource) -> str:
     lineage = sliced_lineage(student.path)
-    if lineage is None:
+    if lineage is None or lineage.settings.get("stage") == "training":
         return "none by lapcli"
     if lineage.settings.get("stage") != "slicing":
         return f"see the card of `{lineage.model.get('name')}`, which it was recovered from"

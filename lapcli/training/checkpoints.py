@@ -285,7 +285,7 @@ def restore_training(model: nn.Module, optimizer: torch.optim.Optimizer, tensors
 
     Args:
         model: with adapters.
-        optimizer: one group of its trained parameters, in the order of `trained_parameters`.
+        optimizer: of its trained parameters.
         tensors: of the checkpoint.
 
     Raises:
@@ -293,13 +293,16 @@ def restore_training(model: nn.Module, optimizer: torch.optim.Optimizer, tensors
     """
     restore_parameters(model, tensors)
     steps, moments = _part("step", tensors), {part: _part(part, tensors) for part in ("exp_avg", "exp_avg_sq")}
+    names = {parameter: name for name, parameter in trained_parameters(model).items()}
+    # The optimiser counts parameters group by group.
+    counted = enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
     state = {
         number: {
-            "step": steps[name].clone(),
-            **{part: placed_like(parameter, values[name].clone()) for part, values in moments.items()},
+            "step": steps[names[parameter]].clone(),
+            **{part: placed_like(parameter, values[names[parameter]].clone()) for part, values in moments.items()},
         }
-        for number, (name, parameter) in enumerate(trained_parameters(model).items())
-        if name in steps
+        for number, parameter in counted
+        if names[parameter] in steps
     }
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 

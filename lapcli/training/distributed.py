@@ -262,7 +262,7 @@ def _shard(objective: Objective, device: torch.device, group: Any, processes: Pr
         _take_the_leaders(objective.student, group)
     brought: set[int] = set()
     for model in objective.models():
-        for block in _blocks(model):
+        for block in decoder_blocks(model):
             if apart:
                 _bring(block, device, group, processes.leader, brought)
             fully_shard(block, mesh=mesh)
@@ -320,7 +320,7 @@ def _bring(module: nn.Module, device: torch.device, group: Any, leader: bool, br
     brought.update(id(new) for _old, new in made.values() if not isinstance(new, nn.Parameter))
 
 
-def _blocks(model: Any) -> list[nn.Module]:
+def decoder_blocks(model: Any) -> list[nn.Module]:
     """The decoder blocks of a model, those within others left out.
 
     Raises:

@@ -1,4 +1,6 @@
-"""The training loop of recovery: a student that was given adapters, perhaps a teacher, and a stream of packed text.
+"""The training loop: a model that trains some or all of its numbers, perhaps a teacher, and a stream of packed text.
+
+Recovery trains adapters beside a teacher, pre-training a whole model alone; what is trained is a `TrainingPlan`.
 
 Between two steps everything that matters is in one place: the trained parameters, the optimiser's moments, the
 generators of random numbers, and the position in the stream. A checkpoint holds just that, and on a CPU a run that went
@@ -31,7 +33,7 @@ from lapcli.models.loss import IGNORED
 from lapcli.parallel import ALONE, Processes
 from lapcli.recipe import TrainingSettings
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.training.adapters import AdapterPlan, check_coverage, trained_parameters, whole
+from lapcli.training.adapters import AdapterPlan, TrainingPlan, check_coverage, trained_parameters, whole
 from lapcli.training.checkpoints import (
     KIND,
     Checkpoints,
@@ -41,6 +43,7 @@ from lapcli.training.checkpoints import (
     shared_with_all,
     training_tensors,
 )
+from lapcli.training.compiling import compile_blocks
 from lapcli.training.curve import Curve
 from lapcli.training.distillation import Sums, total
 from lapcli.training.distributed import Objective, Parallel, Sharding, local, nothing_of, unwrapped
@@ -64,6 +67,7 @@ class Execution:
         keep: checkpoints that remain, beside the newest good one.
         divergence: training stops when the validation loss is above this many times the first one.
         sharding: how several processes hold the models: `none` (DDP, each whole) or `fsdp` (FSDP2, each a share).
+        compile: whether the trained model's blocks are compiled (`lapcli.training.compiling`).
     """
 
     micro_batch: int = 1
@@ -74,6 +78,7 @@ class Execution:
     keep: int = 2
     divergence: float = 1.5
     sharding: Sharding = "none"
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,11 +132,12 @@ class StepDone:
         rate = self.positions / max(self.seconds, 1e-9)
         speed = f"{rate / 1000:.1f} k" if rate >= 1000 else f"{rate:.0f}"
         memory = "" if self.peak_bytes is None else f", {self.peak_bytes / 2**30:.1f} GiB"
-        return f"loss {self.measured.loss:.3f}, KL {self.measured.kl:.4f}, {speed} tokens/s{memory}"
+        kl = f", KL {self.measured.kl:.4f}" if self.measured.kl else ""
+        return f"loss {self.measured.loss:.3f}{kl}, {speed} tokens/s{memory}"
 
 
 @dataclass(frozen=True)
-class Recovery:
+class TrainingEnd:
     """How training ended.
 
     Attributes:
@@ -204,11 +210,11 @@ def training_lineage(
     )
 
 
-def recover(
+def train(
     student: nn.Module,
     teacher: nn.Module | None,
     stream: Stream,
-    plan: AdapterPlan,
+    plan: TrainingPlan,
     settings: TrainingSettings,
     folder: Path,
     *,
@@ -217,10 +223,12 @@ def recover(
     vocabulary: int | None = None,
     on_step: Callable[[StepDone], None] | None = None,
     on_validation: Callable[[int, Measured], None] | None = None,
+    watch: Callable[[], Mapping[str, Any]] | None = None,
+    doing: str = "training",
     reporter: Reporter | None = None,
     processes: Processes = ALONE,
     device: torch.device | None = None,
-) -> Recovery:
+) -> TrainingEnd:
     """Train what was planned, or go on where a training with the same settings was stopped.
 
     SIGINT and SIGTERM let the step at hand end, save, and interrupt; a second signal interrupts at once.
@@ -231,18 +239,22 @@ def recover(
     each has the trained parameters. Those that were sharded stay so: then `trained_state` is for all at once.
 
     Args:
-        student: with adapters (`apply_adapters`), on its device. Its trained parameters are changed in place. Where it
-            will be sharded, student and teacher may be in the leader's memory, and nowhere in the other processes.
+        student: as its plan has it (`apply_adapters`, `train_whole`), on its device. Its trained parameters are changed
+            in place. Where it will be sharded, student and teacher may be in the leader's memory, and nowhere in the
+            other processes.
         teacher: frozen by this call, on any device; `None` for plain cross entropy.
         stream: of text, from its beginning.
         plan: what the student trains.
         settings: of the training.
         folder: gets `checkpoints/` and `curve.jsonl`. Nobody else may be at work in it.
-        lineage: of `training_lineage`.
+        lineage: what the training is known by, as `training_lineage` makes it for adapters.
         execution: how it runs here, the same in all processes.
         vocabulary: leading ids that both models have, as for `distillation_sums`.
         on_step: hears of every step, in each process.
         on_validation: hears of every validation: steps done, and means over what is held out; likewise.
+        watch: measures something else of the model at every validation, without gradients; it is written into the
+            curve. Each process calls it.
+        doing: what progress is called.
         reporter: where progress and remarks go; the leader's alone is used.
         processes: those that train together, under `lapcli.parallel.jointly` if there are several.
         device: where this process computes; by default where the student is.
@@ -263,7 +275,7 @@ def recover(
     """
     loop = _Loop(
         student, teacher, stream, plan, settings, folder, lineage, execution or Execution(), vocabulary,
-        on_step or (lambda _done: None), on_validation or (lambda _step, _found: None),
+        on_step or (lambda _done: None), on_validation or (lambda _step, _found: None), watch, doing,
         reporter or SilentReporter(), processes, device,
     )  # fmt: skip
     return loop.run()
@@ -302,7 +314,7 @@ class _Loop:
         student: nn.Module,
         teacher: nn.Module | None,
         stream: Stream,
-        plan: AdapterPlan,
+        plan: TrainingPlan,
         settings: TrainingSettings,
         folder: Path,
         lineage: Lineage,
@@ -310,6 +322,8 @@ class _Loop:
         vocabulary: int | None,
         on_step: Callable[[StepDone], None],
         on_validation: Callable[[int, Measured], None],
+        watch: Callable[[], Mapping[str, Any]] | None,
+        doing: str,
         reporter: Reporter,
         processes: Processes,
         device: torch.device | None,
@@ -339,18 +353,13 @@ class _Loop:
         )
         self.parallel = Parallel(self.objective, processes, execution.sharding, device)
         self.stream, self.settings, self.execution, self.processes = stream, settings, execution, processes
-        self.on_step, self.on_validation = on_step, on_validation
+        self.on_step, self.on_validation, self.watch, self.doing = on_step, on_validation, watch, doing
         self.reporter = reporter if processes.leader else SilentReporter()
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, lineage, keep=execution.keep, reporter=self.reporter)
         self.curve = Curve(folder / CURVE_FILE)
-        trained = list(trained_parameters(student).values())
-        self.optimizer = torch.optim.AdamW(
-            trained,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            # One kernel for all that lies on GPUs; elsewhere whatever torch takes by itself.
-            fused=True if all(parameter.is_cuda for parameter in trained) else None,
-        )
+        if execution.compile:
+            compile_blocks(self.base)
+        self.optimizer = _optimizer(student, plan, settings)
         self.step, self.tokens = 0, 0
         self.first: Measured | None = None
         self.last: Measured | None = None
@@ -359,7 +368,7 @@ class _Loop:
         self.validated: int | None = None
         """The step at which the model was last found sound."""
 
-    def run(self) -> Recovery:
+    def run(self) -> TrainingEnd:
         """Train to the end."""
         self._begin()
         if self.execution.gradient_checkpointing:
@@ -374,7 +383,7 @@ class _Loop:
         stopped = None
         try:
             with (
-                self.reporter.task("recovering", total=self.settings.steps, unit="steps") as task,
+                self.reporter.task(self.doing, total=self.settings.steps, unit="steps") as task,
                 _finishing_steps() as stop,
             ):
                 task.advance(self.step)
@@ -403,7 +412,7 @@ class _Loop:
         self.model.eval()
         assert self.saved is not None
         path = self.checkpoints.folder / f"step-{self.saved}"
-        return Recovery(self.step, self.tokens, self.first, self.last, path, stopped)
+        return TrainingEnd(self.step, self.tokens, self.first, self.last, path, stopped)
 
     def _begin(self) -> None:
         """Start, or go on from the newest checkpoint."""
@@ -570,6 +579,9 @@ class _Loop:
                 )
             self.first, self.last = first, measured
             self._note({"validation": measured.document()})
+            if self.watch is not None:
+                # Its own line, so that who reads the curve for losses need not know of it.
+                self._note(self.watch())
             self.on_validation(self.step, measured)
         self.validated = self.step
 
@@ -661,6 +673,24 @@ class _Loop:
         entropy, kl = found[:, :2].sum(0).tolist()
         weight, count = self.settings.kl_weight * self.settings.temperature**2, max(tokens, 1)
         return Measured((entropy + weight * kl) / count, entropy / count, kl / count, tokens), int(found[:, 2].max())
+
+
+def _optimizer(student: nn.Module, plan: TrainingPlan, settings: TrainingSettings) -> torch.optim.AdamW:
+    """AdamW over what is trained, in one group, or two where some of it is not to decay."""
+    trained, still = trained_parameters(student), plan.undecayed() if settings.weight_decay else frozenset()
+    groups = [
+        {"params": [parameter for name, parameter in trained.items() if name not in still]},
+        {"params": [parameter for name, parameter in trained.items() if name in still], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        # One kernel for all that lies on GPUs; elsewhere whatever torch takes by itself.
+        fused=True if all(parameter.is_cuda for parameter in trained.values()) else None,
+    )
 
 
 def _seed(seed: int, rank: int, step: int) -> int:

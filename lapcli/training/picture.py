@@ -8,7 +8,7 @@ from lapcli.artifacts import atomic_file
 
 
 def draw_curve(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw loss, cross entropy and KL against tokens, validation beside them, readable in black and white.
+    """Draw cross entropy and, beside a teacher, KL against tokens, validation among them, in black and white.
 
     Args:
         lines: of `lapcli.training.curve.Curve`.
@@ -29,12 +29,13 @@ def draw_curve(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
             steps.append(line)
         elif "validation" in line:
             validations.append(line)
-    figure = Figure(figsize=(7, 6), layout="constrained")
+    shown = {"cross_entropy": "cross entropy", "kl": "KL from the teacher"}
+    if not any(line["kl"] for line in steps):
+        del shown["kl"]
+    figure = Figure(figsize=(7, 3 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, 1, sharex=True)
-    for axes, name, label in zip(
-        panels, ("cross_entropy", "kl"), ("cross entropy", "KL from the teacher"), strict=True
-    ):
+    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, label) in zip(panels, shown.items(), strict=True):
         axes.plot([line["tokens"] for line in steps], [line[name] for line in steps], "-", color="0.6", lw=0.8)
         axes.plot(
             [tokens.get(line["step"], 0) for line in validations],

@@ -4,6 +4,7 @@ A sequence is `seq_len` tokens, of which the last has no target: models shift la
 length that chunked kernels like. Documents are packed as in `lapcli.data.blocks` (`[BOS] text [EOS]`, no padding; a
 mixture gives whole sequences in turn), and each sequence says where in it a document, or a piece of a long one, begins.
 A document cut by the end of a sequence goes on at the start of that source's next one, as a document of its own.
+Where documents are joined, a sequence counts as one document, whatever it is made of.
 
 The order: records are read in windows of `WINDOW_PIECES` pieces, each window is shuffled as a whole, by seed, epoch and
 number, and used up before the next is read. The calibration's buffer draws as well but replaces piece by piece, so that
@@ -97,6 +98,8 @@ class TrainingStream:
         rank: which of the ranks this is.
         world: how many ranks there are.
         text_field: as in `lapcli.data.open_source`.
+        joined: whether a sequence says only where it begins itself, so that a state runs on from one document to the
+            next and the first token of a document is predicted too.
         reporter: hears when a source begins again; give it to one rank only.
 
     Raises:
@@ -115,6 +118,7 @@ class TrainingStream:
         rank: int = 0,
         world: int = 1,
         text_field: str | None = None,
+        joined: bool = False,
         reporter: Reporter | None = None,
     ):
         if seq_len < 2:
@@ -123,6 +127,7 @@ class TrainingStream:
             raise ValueError(f"rank {rank} of {world}")
         self.seq_len, self._rank, self._world = seq_len, rank, world
         self._source, self._tokenizer, self._seed, self._text_field = source, tokenizer, seed, text_field
+        self._joined = joined
         self._reporter = reporter or SilentReporter()
         self._mixture = parse_mixture(source)
         for part in self._mixture:
@@ -249,10 +254,13 @@ class TrainingStream:
             "seq_len": self.seq_len,
             "seed": self._seed,
             "held_out": len(self._held),
+            "joined": self._joined,
         }
 
     def _refuse_other(self, saved: dict[str, Any]) -> None:
         now = self._settings()
+        # Positions of an earlier version say nothing of this.
+        saved = {"joined": False, **saved}
         names = [name for name in now if saved.get(name) != now[name]]
         if "source" in names:
             names = [name for name in names if name != "contents"]
@@ -281,6 +289,7 @@ class TrainingStream:
             separators_of(self._tokenizer),
             self.seq_len,
             f"{self._seed}/{index}",
+            self._joined,
             self._reporter,
             once,
         )
@@ -331,13 +340,14 @@ class _Part:
         separators: Separators,
         seq_len: int,
         seed: str,
+        joined: bool,
         reporter: Reporter,
         once: bool,
     ):
         self.source = source
         self.left_out: frozenset[_PieceName] = frozenset()
         self._records, self._tokenizer, self._separators = records, tokenizer, separators
-        self._seq_len, self._seed, self._reporter, self._once = seq_len, seed, reporter, once
+        self._seq_len, self._seed, self._joined, self._reporter, self._once = seq_len, seed, joined, reporter, once
         self.go_to(_PartPlace())
 
     def go_to(self, place: _PartPlace) -> None:
@@ -356,7 +366,8 @@ class _Part:
         while len(ids) < self._seq_len:
             name, piece = self._piece_at_hand()
             taken = piece[self.place.used : self.place.used + self._seq_len - len(ids)]
-            starts.append(len(ids))
+            if not (self._joined and starts):
+                starts.append(len(ids))
             names.append(name)
             ids += taken
             self.place.used += len(taken)

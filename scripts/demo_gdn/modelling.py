@@ -1,6 +1,5 @@
 """The model's configuration and start, which parameters Muon takes, and how the result is stored."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ from torch import Tensor, nn
 from demo_gdn.optim import MuonAdamW
 from demo_gdn.vocabulary import BOUNDARY, PADDING, load_tokenizer_json
 from lapcli.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
-
-_STEP = 0.01
-_HALF_LIVES = (8.0, 2048.0)
+from lapcli.training.fresh import spread_out
 
 
 def demo_config(tokenizer_json: str | None, vocab_size: int, *, tiny: bool) -> GatedDeltaNetConfig:
@@ -43,28 +40,10 @@ def demo_config(tokenizer_json: str | None, vocab_size: int, *, tiny: bool) -> G
 
 
 def fresh_model(config: GatedDeltaNetConfig, device: torch.device, seed: int) -> Any:
-    """A `GatedDeltaNetForCausalLM` at its start, fp32.
-
-    Beside the usual start: output projections are scaled down by depth, and the heads' decays begin at half-lives
-    spread evenly (in logarithm) from 8 to 2048 tokens, so that every layer has a head that remembers from the
-    first step.
-    """
+    """A `GatedDeltaNetForCausalLM` at its `spread` start (`lapcli.training.fresh`), fp32."""
     torch.manual_seed(seed)
     model: Any = GatedDeltaNetForCausalLM(config)
-    with torch.no_grad():
-        for block in model.model.layers:
-            for projection in (block.attn.o_proj, block.mlp.down_proj):
-                projection.weight.div_(math.sqrt(2 * config.num_hidden_layers))
-            heads = block.attn.A_log.numel()
-            low, high = (math.log(half_life) for half_life in _HALF_LIVES)
-            half_lives = torch.linspace(low, high, heads).exp()
-            block.attn.A_log.copy_((math.log(2) / (half_lives * _STEP)).log())
-            block.attn.dt_bias.fill_(_STEP + math.log(-math.expm1(-_STEP)))
-            for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-                # Nearly the identity: the last tap meets the current token.
-                weight = getattr(block.attn, name).weight
-                weight.mul_(5.0)
-                weight[..., -1].add_(1.0)
+    spread_out(model)
     return model.to(device)
 
 

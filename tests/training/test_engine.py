@@ -29,7 +29,7 @@ from lapcli.testing.slices import random_kept, sliced_by
 from lapcli.testing.stock_models import tiny_stock_model
 from lapcli.training import engine
 from lapcli.training.adapters import apply_adapters, plan_adapters, trained_parameters, trained_state
-from lapcli.training.engine import Execution, TrainingSettings, recover, training_lineage
+from lapcli.training.engine import Execution, TrainingSettings, train, training_lineage
 from lapcli.training.packing import PackedBatch, last_hidden
 from lapcli.training.stream import PackedSequence, TrainingStream
 
@@ -87,7 +87,7 @@ class Bench:
         self.device = torch.device((load or {}).get("device", "cpu"))
 
     def run(self, folder, *, on_step=None, **execution):
-        self.result = recover(
+        self.result = train(
             self.student, self.teacher, self.stream, self.plan, self.settings, folder, lineage=self.lineage,
             execution=Execution(**{"micro_batch": 2, "save_every": 3, "validate_every": 2, **execution}),
             on_step=on_step, reporter=self.reporter, processes=self.processes, device=self.device,
@@ -352,7 +352,8 @@ def gradients(bench, sequences, **execution):
 def loop_of(bench, **execution):
     return engine._Loop(
         bench.student, bench.teacher, bench.stream, bench.plan, bench.settings, Path("nowhere"), bench.lineage,
-        Execution(**execution), None, lambda _done: None, lambda _step, _found: None, bench.reporter, ALONE, None,
+        Execution(**execution), None, lambda _done: None, lambda _step, _found: None, None, "training",
+        bench.reporter, ALONE, None,
     )  # fmt: skip
 
 

@@ -1,0 +1,48 @@
+"""Folders of an earlier training that give way to a new one: set aside whole, and back where nothing replaced them."""
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from lapcli.errors import ArtifactError
+
+
+def aside(folder: Path) -> Path:
+    """Where a folder lies while another takes its place."""
+    return folder.with_name(f".{folder.name}.before-restart")
+
+
+def set_aside(folder: Path) -> None:
+    """Give way. What lies aside already was finished; what came after it was not, and goes."""
+    if not folder.exists():
+        return
+    if aside(folder).exists():
+        shutil.rmtree(folder)
+    else:
+        folder.rename(aside(folder))
+
+
+def bring_back(folder: Path) -> None:
+    """Put what was set aside in its place again."""
+    if aside(folder).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        aside(folder).rename(folder)
+
+
+def forget_aside(folder: Path) -> None:
+    """Remove what was set aside, once its successor is whole."""
+    shutil.rmtree(aside(folder), ignore_errors=True)
+
+
+def check_ours(folder: Path, ours: Collection[str]) -> None:
+    """See that a folder that will give way holds what an earlier training left.
+
+    Args:
+        folder: which need not exist.
+        ours: names of files and folders, one of which a training leaves.
+
+    Raises:
+        ArtifactError: the folder holds something else.
+    """
+    if folder.exists() and not set(ours) & {entry.name for entry in folder.iterdir()}:
+        raise ArtifactError(f"{folder} is there, but lapcli did not write it", "remove it, or pass another --run DIR")
