@@ -153,7 +153,11 @@ class Machine:
                         "use --kernel auto",
                     )
                 break
-            shape: dict[str, Any] = {"key_width": layer.key_width, "gated": layer.gated}
+            shape: dict[str, Any] = {
+                "key_width": layer.key_width,
+                "gated": layer.gated,
+                "erasing": layer.erasing,
+            }
             if self.kernel != "auto":
                 wrong = why_not(self.kernel, device, dtype, needs_gradient=needs_gradient, **shape)
                 if wrong is not None:
@@ -198,6 +202,7 @@ class Machine:
                 model.dtype,
                 key_width=mixer.shape.key_width,
                 gated=mixer.gated,
+                erasing=mixer.erasing,
                 needs_gradient=True,
             )
             if wrong is not None:

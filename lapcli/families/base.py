@@ -139,6 +139,7 @@ class StatefulLayer:
         value_width: `V`; the head width in Mamba-2.
         members: all tensors that must be cut together.
         gated: whether the state decays.
+        erasing: whether queries have a part in what is erased (query feedback).
         l2_normalised: whether the model divides keys and queries by their length before the state gets them.
         convolution: the short convolution, or `None`.
         keys: where the keys can be taken in memory; `None` where the family takes them in a way of its own.
@@ -153,6 +154,7 @@ class StatefulLayer:
     value_width: int
     members: tuple[Member, ...]
     gated: bool = True
+    erasing: bool = False
     l2_normalised: bool = False
     convolution: Convolution | None = None
     keys: Tap | None = None

@@ -1,4 +1,4 @@
-"""What DeltaNet and Gated DeltaNet share: fla's layout, and lapcli's own models in memory."""
+"""What DeltaNet, Gated DeltaNet and Q-Delta share: fla's layout, and lapcli's own models in memory."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -88,7 +88,10 @@ class DeltaModels(Family):
     """What the families share: fla's layout on disk, and lapcli's own models with their tap and read scale."""
 
     gated: ClassVar[bool] = True
-    """Whether the state decays."""
+    """Whether the state decays, unless the config says otherwise."""
+
+    erasing: ClassVar[bool] = False
+    """Whether there is query feedback."""
 
     @abstractmethod
     def heads(self, config: Mapping[str, Any]) -> Heads:
@@ -101,6 +104,10 @@ class DeltaModels(Family):
     @abstractmethod
     def mixer_tensors(self, config: Mapping[str, Any], heads: Heads, hidden: tuple[str, int]) -> dict[str, Sizes]:
         """Declare what a mixer has beyond that which all have, by name within it."""
+
+    def decays(self, config: Mapping[str, Any]) -> bool:
+        """Whether the state decays; by default the family says."""
+        return self.gated
 
     def l2_normalised(self, config: Mapping[str, Any]) -> bool:
         """Whether keys and queries are divided by their length; by default they are."""
@@ -122,7 +129,8 @@ class DeltaModels(Family):
                 key_width=heads.key_width,
                 value_width=heads.value_width,
                 members=delta_members(config, _mixer(index), heads.key_width, self.head_shared_conv(config)),
-                gated=self.gated,
+                gated=self.decays(config),
+                erasing=self.erasing,
                 l2_normalised=self.l2_normalised(config),
                 convolution=_convolution(config, heads),
             )

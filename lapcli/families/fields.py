@@ -54,6 +54,20 @@ def positive_number(config: Mapping[str, Any], field: str) -> float:
     return value
 
 
+def optional_fraction(config: Mapping[str, Any], field: str) -> float | None:
+    """A number in [0, 1] that may be missing or null.
+
+    Raises:
+        ModelError: it is there, and no such number.
+    """
+    value = config.get(field)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise _refused(config, field, "a number in [0, 1]")
+    return value
+
+
 def switch(config: Mapping[str, Any], field: str, default: bool) -> bool:
     """A truth value that may be missing.
 

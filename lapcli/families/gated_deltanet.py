@@ -51,14 +51,11 @@ class GatedDeltaNet(DeltaModels):
         )
 
     def mixer_tensors(self, config: Mapping[str, Any], heads: Heads, hidden: tuple[str, int]) -> dict[str, Sizes]:
-        """Write strength, decay, and the output gate where there is one."""
+        """Write strength, decay and output gate, the last two where there are any."""
         value_heads = ("value heads", heads.value)
-        found: dict[str, Sizes] = {
-            "a_proj.weight": (value_heads, hidden),
-            "b_proj.weight": (value_heads, hidden),
-            "A_log": (value_heads,),
-            "dt_bias": (value_heads,),
-        }
+        found: dict[str, Sizes] = {"b_proj.weight": (value_heads, hidden)}
+        if self.decays(config):
+            found |= {"a_proj.weight": (value_heads, hidden), "A_log": (value_heads,), "dt_bias": (value_heads,)}
         if switch(config, "use_gate", True):
             found["g_proj.weight"] = (heads.value_channels, hidden)
         return found

@@ -144,6 +144,10 @@ def own_class(model_type: str | None) -> Any:
         from lapcli.models import DeltaNetForCausalLM
 
         return DeltaNetForCausalLM
+    if model_type == "qdelta":
+        from lapcli.models import QDeltaForCausalLM
+
+        return QDeltaForCausalLM
     return None
 
 
@@ -239,6 +243,9 @@ def load_model(
     try:
         with _quietly(), spreading as places:
             options |= places
+            if source.config.get("model_type") == "qdelta":
+                # The caller may have asked for another recurrence than the file does (`families.qdelta.with_compat`).
+                options["compat"] = source.config.get("compat")
             if own is not None or packaged is not None:
                 found = (own or packaged).from_pretrained(source.path, **options)
             else:

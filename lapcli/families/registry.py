@@ -20,6 +20,7 @@ from lapcli.families.kimi_linear import KimiLinear
 from lapcli.families.mamba2 import Mamba2
 from lapcli.families.nemotron_h import NemotronH
 from lapcli.families.olmo_hybrid import OlmoHybrid
+from lapcli.families.qdelta import QDelta
 from lapcli.families.qwen3_5 import LaraMini, Qwen4Exp, Qwen35, Qwen35Moe
 from lapcli.families.qwen3_next import Qwen3Next
 from lapcli.families.zamba2 import Zamba2
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         GatedDeltaNet(),
         DeltaNet(),
+        QDelta(),
         GatedDeltaNet2(),
         GatedDeltaProduct(),
         Kda(),

@@ -4,7 +4,7 @@ import filecmp
 import json
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from lapcli.artifacts import SafetensorsHeader, TensorEntry, digest_document, digest_file, digest_weights, read_header
 from lapcli.errors import LapcliError, ModelError
 from lapcli.families.fit import refuse_misfit
+from lapcli.families.qdelta import COMPATS, QDelta
 from lapcli.families.registry import find_family
 
 DEMO_PREFIX = "demo:"
@@ -331,6 +332,29 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
             )
         raise ModelError(f"{path} has no config.json, so it is no model directory")
     return ModelSource(name=name, path=path, revision=commit or revision, config=_read_json(path / "config.json"))
+
+
+def with_compat(source: ModelSource, compat: str | None) -> ModelSource:
+    """The same checkpoint, to be run as `compat` says; it then is another model, with a digest of its own.
+
+    Args:
+        source: a Q-Delta; any model where `compat` is `None`.
+        compat: `released`, or `None` for what the config says.
+
+    Raises:
+        ModelError: it is no Q-Delta, or there is no such thing to be compatible with.
+    """
+    if compat is None:
+        return source
+    if compat not in COMPATS:
+        raise ModelError(f"--compat {compat!r}: there is {', '.join(COMPATS)}")
+    if source.config.get("model_type") != QDelta.name:
+        raise ModelError(
+            f"--compat {compat}: {source.name} is a {source.config.get('model_type')}, and only Q-Delta has a release "
+            "that computes something else",
+            "drop --compat",
+        )
+    return replace(source, config={**source.config, "compat": compat})
 
 
 def refuse_quantised(config: Mapping[str, Any], name: str) -> None:

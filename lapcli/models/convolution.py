@@ -80,7 +80,7 @@ def convolve(
     """
     past, time = layers[0].width - 1, inputs[0].shape[1]
     if padding is not None and time > 1:
-        inputs = [x.take_along_dim(padding.order.unsqueeze(-1), dim=1) for x in inputs]
+        inputs = [padding.tokens_first(x) for x in inputs]
     before = None if states is None else torch.cat([state.to(inputs[0].dtype) for state in states], dim=-1)
     own = edges = None
     if packing is not None:
@@ -90,7 +90,7 @@ def convolve(
         weight = torch.cat([widened(layer.filters()) for layer in layers])
         outputs = _Filter.apply(weight, before, own, edges, layers[0].silu, *inputs)
     if padding is not None and time > 1:
-        outputs = tuple(y.take_along_dim(padding.place.unsqueeze(-1), dim=1) for y in outputs)
+        outputs = tuple(padding.back_in_place(y) for y in outputs)
     if not keep_states:
         return outputs, ()
     olds = [None] * len(layers) if states is None else states

@@ -127,7 +127,12 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             )
         mixers = self.mixers()
         for mixer in mixers:
-            why = why_not(name, device or self.device, self.dtype, key_width=mixer.shape.key_width, gated=mixer.gated)
+            why = why_not(
+                name, device or self.device, self.dtype, key_width=mixer.shape.key_width, gated=mixer.gated,
+                erasing=mixer.erasing,
+            )  # fmt: skip
+            if mixer.released and name not in ("auto", "chunked"):
+                why = "the released recurrence is there as chunks in PyTorch alone"
             if why is not None:
                 raise ModelError(f"kernel '{name}' cannot run here: {why}", "use --kernel auto")
         for mixer in mixers:
@@ -136,11 +141,13 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def kernel_choice(self, time: int, *, training: bool = False, device: torch.device | None = None) -> Choice:
         """Which implementation runs rows of `time` tokens, and why, in one line; `device` as for `set_kernel`."""
         mixer = self.mixers()[0]
+        if mixer.released:
+            return Choice("chunked", "nothing else computes the released recurrence")
         if mixer.kernel != "auto":
             return Choice(mixer.kernel, "asked for by name")
         return select_impl(
             device or self.device, self.dtype, key_width=mixer.shape.key_width, time=time, gated=mixer.gated,
-            needs_gradient=training,
+            erasing=mixer.erasing, needs_gradient=training,
         )  # fmt: skip
 
     @torch.no_grad()

@@ -157,15 +157,14 @@ class GatedDeltaNetMixer(DeltaRuleMixer):
     Args:
         config: of the model.
         layer: its number.
+        gated: whether the state decays.
 
     Attributes:
         A_log: `[HV]`, log of the decay rate.
         dt_bias: `[HV]`, added to the step size before its softplus.
     """
 
-    gated = True
-
-    def __init__(self, config: GatedDeltaNetConfig, layer: int):
+    def __init__(self, config: GatedDeltaNetConfig, layer: int, *, gated: bool = True):
         if config.output_gate_activation not in ("swish", "silu", "sigmoid"):
             raise ModelError(
                 f"output_gate_activation = '{config.output_gate_activation}'; it is 'swish', 'silu' or 'sigmoid'"
@@ -181,15 +180,20 @@ class GatedDeltaNetMixer(DeltaRuleMixer):
             norm_eps=config.norm_eps,
         )
         self.strength = 2.0 if config.allow_neg_eigval else 1.0
-        self.a_proj = nn.Linear(config.hidden_size, self.shape.value_heads, bias=False)
+        self.gated = gated
+        if gated:
+            self.a_proj = nn.Linear(config.hidden_size, self.shape.value_heads, bias=False)
         self.b_proj = nn.Linear(config.hidden_size, self.shape.value_heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.shape.value_heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(self.shape.value_heads, dtype=torch.float32))
+        if gated:
+            self.A_log = nn.Parameter(torch.empty(self.shape.value_heads, dtype=torch.float32))
+            self.dt_bias = nn.Parameter(torch.empty(self.shape.value_heads, dtype=torch.float32))
 
     def strength_and_decay(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """`beta = sigmoid(b)` (twice that with negative eigenvalues), `g = -exp(A_log) softplus(a + dt_bias)`."""
         beta = widened(self.b_proj(hidden_states)).sigmoid()
         beta = beta if self.strength == 1 else self.strength * beta
+        if not self.gated:
+            return beta, None
         step = F.softplus(widened(self.a_proj(hidden_states)) + self.dt_bias.to(beta.dtype))
         return beta, -self.A_log.to(beta.dtype).exp() * step
 
@@ -209,7 +213,7 @@ class GatedDeltaNetPreTrainedModel(RecurrentPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, GatedDeltaNetMixer):
+        if isinstance(module, GatedDeltaNetMixer) and module.gated:
             low, high = (math.log(bound) for bound in _DT_RANGE)
             rate = torch.empty_like(module.A_log).uniform_(0, 16)
             step = torch.empty_like(module.dt_bias).uniform_(low, high).exp().clamp(min=_DT_FLOOR)

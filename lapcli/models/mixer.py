@@ -1,5 +1,6 @@
-"""The layer part that holds the state, as DeltaNet and Gated DeltaNet share it."""
+"""The layer part that holds the state, as DeltaNet, Gated DeltaNet and Q-Delta share it."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -40,6 +41,34 @@ class Tap(nn.Module):
         return q, k
 
 
+class RuleInputs(NamedTuple):
+    """What a mixer hands to the delta rule, for who watches it.
+
+    Attributes:
+        q: `[B, T, H, K]`, after convolution and activation; before the rule's own L2 norm where there is one.
+        k: likewise.
+        v: `[B, T, HV, V]`.
+        beta: `[B, T, HV]`, write strength; 0 at padding.
+        g: `[B, T, HV]`, log decay, or `None`.
+        lamb: `[B, T, HV]`, query feedback, or `None`.
+        initial_state: `[B or sequences, HV, K, V]`, or `None` for zeros.
+        normalise: whether the rule normalises q and k.
+        padding: positions that are no tokens, or `None`.
+        packing: sequences in one row, or `None`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor | None
+    lamb: Tensor | None
+    initial_state: Tensor | None
+    normalise: bool
+    padding: Padding | None
+    packing: Packing | None
+
+
 class DeltaRuleMixer(nn.Module):
     """Projections, short convolutions, the delta rule, output norm and output projection, under fla's names.
 
@@ -61,10 +90,17 @@ class DeltaRuleMixer(nn.Module):
         tap: see `Tap`.
         read_scale: the factor on q; `None` for `K ** -0.5`.
         kernel: the `impl` that `delta_rule` is called with.
+        watch: called with what the delta rule gets, at every pass; `None` for nobody.
+        gated: whether the state decays.
+        erasing: whether there is query feedback.
+        released: whether chunks are those of Q-Delta's released kernels (see `delta_rule`).
     """
 
     gated: bool
+    erasing = False
+    released = False
     normalise_in_kernel = True
+    watch: Callable[[RuleInputs], None] | None = None
 
     def __init__(
         self,
@@ -108,6 +144,10 @@ class DeltaRuleMixer(nn.Module):
         """Write strength `[B, T, HV]` and log decay `[B, T, HV]` (or `None`), in fp32 or wider."""
         raise NotImplementedError
 
+    def query_feedback(self, hidden_states: Tensor, beta: Tensor) -> Tensor | None:
+        """Query feedback `[B, T, HV]`, in fp32 or wider, for the write strength beside it; by default there is none."""
+        return None
+
     def activate_keys(self, x: Tensor) -> Tensor:
         """What follows the convolution of q and k, beside the SiLU inside it: `[B, T, H, K]` to the same."""
         return x
@@ -147,25 +187,39 @@ class DeltaRuleMixer(nn.Module):
         k = self.activate_keys(k.unflatten(-1, (self.shape.key_heads, -1)))
         v = v.unflatten(-1, (self.shape.value_heads, -1))
         beta, g = self.strength_and_decay(hidden_states)
+        lamb = self.query_feedback(hidden_states, beta)
         if padding is not None:
             # A token that writes nothing and lets nothing decay leaves the state as it is, to the bit.
             q, k, v, beta = (padding.keep(x) for x in (q, k, v, beta))
             g = None if g is None else padding.keep(g)
         q, k = self.tap(q, k)
+        q, k = self.normalise_keys(q), self.normalise_keys(k)
+        before = None if held is None else held.recurrent
+        if self.watch is not None:
+            self.watch(RuleInputs(q, k, v, beta, g, lamb, before, self.normalise_in_kernel, padding, packing))
 
+        # The release's chunks count tokens, where ours, which do not matter, count positions.
+        reordered = padding if self.released else None
+        if reordered is not None:
+            q, k, v, beta = (reordered.tokens_first(x) for x in (q, k, v, beta))
+            g, lamb = (None if x is None else reordered.tokens_first(x) for x in (g, lamb))
         output, state = delta_rule(
-            self.normalise_keys(q),
-            self.normalise_keys(k),
+            q,
+            k,
             v,
             beta,
             g,
+            lamb=lamb,
             scale=self.read_scale,
-            initial_state=None if held is None else held.recurrent,
+            initial_state=before,
             output_final_state=use_cache,
             cu_seqlens=None if packing is None else packing.cu_seqlens,
             qk_l2norm=self.normalise_in_kernel,
+            released=self.released,
             impl=self.kernel,
         )
+        if reordered is not None:
+            output = reordered.back_in_place(output)
         if use_cache and cache is not None and state is not None:
             cache.put(self.layer_idx, LayerState(state, convolution))
 

@@ -29,6 +29,14 @@ class Padding:
         """`x` `[B, T, ...]` with `fill` wherever there is no token; what stood there leaves no trace, not even NaN."""
         return torch.where(self.is_token.reshape(*self.is_token.shape, *(1,) * (x.ndim - 2)), x, fill)
 
+    def tokens_first(self, x: Tensor) -> Tensor:
+        """`x` `[B, T, ...]` with the tokens of each row before its padding."""
+        return x.take_along_dim(self.order.reshape(*self.order.shape, *(1,) * (x.ndim - 2)), dim=1)
+
+    def back_in_place(self, x: Tensor) -> Tensor:
+        """The inverse of `tokens_first`."""
+        return x.take_along_dim(self.place.reshape(*self.place.shape, *(1,) * (x.ndim - 2)), dim=1)
+
     @classmethod
     def of(cls, attention_mask: Tensor | None, time: int) -> "Padding | None":
         """Read a mask `[B, T or more]`, of which the last `time` columns are for the tokens at hand.

@@ -118,7 +118,7 @@ def laid_by_tap(taps: Tensor) -> Tensor:
 
 
 class DeltaHeads(NamedTuple):
-    """How the output of a fused projection `[q, k, v, gate, b, a, padding]` divides."""
+    """How the output of a fused projection `[q, k, v, gate, b, a, lamb, padding]` divides."""
 
     key_heads: int
     value_heads: int
@@ -166,13 +166,26 @@ class Gate(NamedTuple):
     up: Tensor | None = None
 
 
+class Feedback(NamedTuple):
+    """How a delta rule layer's queries have a part in what is erased.
+
+    Attributes:
+        learned: whether the fused projection has a part for it.
+        read: from that part `[B, 1, HV]` (or `None`) and `b` `[B, 1, HV]`, to the feedback that is used.
+    """
+
+    learned: bool
+    read: Callable[[Tensor | None, Tensor], Tensor]
+
+
 class DeltaMixer:
     """A delta rule layer: one product for everything that reads the input, one fused step, one product.
 
     Args:
         pool: where the states lie.
         heads: of the layer.
-        weight: `[q, k, v, gate if any, b if any, decay if any, padding]` below each other, `[rows, D]`.
+        weight: `[q, k, v, gate if any, b if any, decay if any, feedback if any, padding]` below each other,
+            `[rows, D]`.
         output: the output projection.
         taps: `[channels, W]` of the convolution over [q, k, v]; `None` for none.
         norm_weight: `[V]`, of the output norm.
@@ -180,6 +193,7 @@ class DeltaMixer:
         gate: of the output; `None` for none.
         learned_strength: whether there is a `b`; else the write strength is constant.
         decay: of the state; `None` for none.
+        feedback: of the queries; `None` for none.
         strength: factor on the write strength.
         silu: whether SiLU follows the convolution of q and k.
         impl: which `delta_step`.
@@ -197,6 +211,7 @@ class DeltaMixer:
         norm_eps: float,
         gate: Gate | None,
         decay: Decay | None,
+        feedback: Feedback | None = None,
         learned_strength: bool = True,
         strength: float = 1.0,
         silu: bool = True,
@@ -206,10 +221,11 @@ class DeltaMixer:
         self.convolution = None if taps is None else ConvState(laid_by_tap(taps), None, pool.inputs)
         self.norm_weight, self.norm_eps = norm_weight, norm_eps
         self.gate, self.decay, self.strength, self.silu = gate, decay, strength, silu
-        self.impl = impl
+        self.feedback, self.impl = feedback, impl
         gates = 0 if gate is None else heads.sizes[2] if gate.up is None else gate.up.shape[1]
         betas = heads.value_heads if learned_strength else 0
-        sizes = [*heads.sizes, gates, betas, 0 if decay is None else decay.width]
+        lambs = heads.value_heads if feedback is not None and feedback.learned else 0
+        sizes = [*heads.sizes, gates, betas, 0 if decay is None else decay.width, lambs]
         self.sizes = [*sizes, len(weight) - sum(sizes)]
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
@@ -224,7 +240,7 @@ class DeltaMixer:
     def _step(self, projected: Tensor, rows: Rows) -> Tensor:
         """From all projections to what the output projection reads."""
         heads, decay = self.heads, self.decay
-        q, k, v, gate, b, a, _ = projected.unsqueeze(1).split(self.sizes, dim=-1)
+        q, k, v, gate, b, a, lamb, _ = projected.unsqueeze(1).split(self.sizes, dim=-1)
         keys, values = (heads.key_heads, heads.key_width), (heads.value_heads, heads.value_width)
         if decay is not None and decay.up is not None:
             a = F.linear(a, decay.up)
@@ -249,6 +265,7 @@ class DeltaMixer:
             norm_weight=self.norm_weight,
             norm_eps=self.norm_eps,
             gate_activation="silu" if self.gate is None else self.gate.activation,
+            lamb=None if self.feedback is None else self.feedback.read(lamb if self.feedback.learned else None, b),
             strength=self.strength,
             silu_q=self.silu,
             silu_k=self.silu,

@@ -1,15 +1,17 @@
-"""The steps of lapcli's own DeltaNet and Gated DeltaNet."""
+"""The steps of lapcli's own DeltaNet, Gated DeltaNet and Q-Delta."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lapcli.models.delta_net import DeltaNetMixer
 from lapcli.models.gated_deltanet import GatedDeltaNetMixer
 from lapcli.models.mixer import DeltaRuleMixer
 from lapcli.models.norms import GatedRMSNorm
-from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Gate, GatedMlp, Head, Norm, fused
+from lapcli.models.precision import widened
+from lapcli.models.qdelta import QDeltaMixer
+from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Feedback, Gate, GatedMlp, Head, Norm, fused
 from lapcli.runtime.pools import RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import OwnPrefiller
 
@@ -61,7 +63,8 @@ def _strength(mixer: DeltaRuleMixer) -> float:
 
 
 def _mixer(mixer: DeltaRuleMixer, room: "Room") -> DeltaMixer:
-    shape, decays = mixer.shape, isinstance(mixer, GatedDeltaNetMixer)
+    shape = mixer.shape
+    feedback = _feedback(mixer) if isinstance(mixer, QDeltaMixer) else None
     learned = not isinstance(mixer, DeltaNetMixer) or mixer.use_beta
     convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d) if mixer.use_short_conv else ()
     pool = RecurrentPool(
@@ -77,7 +80,9 @@ def _mixer(mixer: DeltaRuleMixer, room: "Room") -> DeltaMixer:
     )
     # In the order that `DeltaMixer` divides.
     names = ["q_proj", "k_proj", "v_proj"]
-    names += [name for name, there in (("g_proj", mixer.use_gate), ("b_proj", learned), ("a_proj", decays)) if there]
+    parts = {"g_proj": mixer.use_gate, "b_proj": learned, "a_proj": mixer.gated}
+    parts["lamb_proj"] = feedback is not None and feedback.learned
+    names += [name for name, there in parts.items() if there]
     weight, _ = fused([linear for name in names if isinstance(linear := mixer.get_submodule(name), nn.Linear)])
     activation = mixer.o_norm.activation if isinstance(mixer.o_norm, GatedRMSNorm) else None
     return DeltaMixer(
@@ -90,8 +95,24 @@ def _mixer(mixer: DeltaRuleMixer, room: "Room") -> DeltaMixer:
         norm_eps=mixer.o_norm.eps,
         gate=None if activation is None else Gate("silu" if activation == "swish" else activation),
         learned_strength=learned,
-        decay=Decay(mixer.A_log.detach(), mixer.dt_bias.detach()) if isinstance(mixer, GatedDeltaNetMixer) else None,
+        decay=_decay(mixer),
+        feedback=feedback,
         strength=_strength(mixer),
         silu=mixer.silu_on_keys,
         impl=room.impl,
     )
+
+
+def _decay(mixer: DeltaRuleMixer) -> Decay | None:
+    if not isinstance(mixer, GatedDeltaNetMixer) or not mixer.gated:
+        return None
+    return Decay(mixer.A_log.detach(), mixer.dt_bias.detach())
+
+
+def _feedback(mixer: QDeltaMixer) -> Feedback:
+    """How a Q-Delta reads it, from the projections of its own and of its write strength."""
+
+    def read(projected: Tensor | None, b: Tensor) -> Tensor:
+        return mixer.feedback_of(projected, mixer.strength * widened(b).sigmoid()).detach()
+
+    return Feedback(mixer.lamb_fixed is None, read)

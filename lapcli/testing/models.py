@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lapcli.models import DeltaNetConfig, DeltaNetForCausalLM, GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from lapcli.models import (
+    DeltaNetConfig,
+    DeltaNetForCausalLM,
+    GatedDeltaNetConfig,
+    GatedDeltaNetForCausalLM,
+    QDeltaConfig,
+    QDeltaForCausalLM,
+)
 
 _TINY = {
     "hidden_size": 64,
@@ -72,6 +79,22 @@ def tiny_delta_net(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", 
     return _write(DeltaNetForCausalLM, DeltaNetConfig(**settings), folder, seed, max_shard_size)
 
 
+def tiny_qdelta(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **config: Any) -> Path:
+    """Write a Q-Delta of the same size; see `tiny_gated_deltanet`.
+
+    Args:
+        folder: where to; made if missing.
+        seed: of the weights.
+        max_shard_size: a small one makes several shards and an index.
+        config: fields of `QDeltaConfig` that are to be otherwise.
+
+    Returns:
+        The folder.
+    """
+    settings = {**_TINY, "head_dim": 32, "expand_v": 1.0, "vocab_size": len(byte_tokenizer()), **config}
+    return _write(QDeltaForCausalLM, QDeltaConfig(**settings), folder, seed, max_shard_size)
+
+
 def fill_weights(model: PreTrainedModel, seed: int) -> None:
     """Draw matrices, filters and embeddings of N(0, 0.25 / fan-in), and decays and all biases of U(-1, 1)."""
     generator = torch.Generator().manual_seed(seed)
@@ -80,7 +103,7 @@ def fill_weights(model: PreTrainedModel, seed: int) -> None:
             if parameter.ndim > 1:
                 fan_in = parameter.shape[-1]
                 parameter.normal_(0.0, 0.5 * fan_in**-0.5, generator=generator)
-            elif name.endswith(("A_log", "bias")):
+            elif name.endswith(("A_log", "bias", "lamb_gain")):
                 # The model's own start is zeros, or random but not from this seed.
                 parameter.uniform_(-1.0, 1.0, generator=generator)
 

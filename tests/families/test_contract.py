@@ -6,6 +6,7 @@ The oracle masks activations of the unsliced model, so it shares nothing with th
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch
 from lapcli.artifacts import read_header
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
+from lapcli.families.source import with_compat
 from lapcli.stages.slicing import plan_slicing
-from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.oracle import masked, relative_error
 from lapcli.testing.slices import layers_of, random_kept, selection_of, sliced_by
 
@@ -34,6 +36,9 @@ CASES = {
     "delta-relu": (tiny_delta_net, {"qk_activation": "relu"}),
     "delta-gate": (tiny_delta_net, {"use_gate": True, "expand_v": 2.0}),
     "delta-shared-filters": (tiny_delta_net, {"head_shared_conv": True}),
+    "qdelta-gva": (tiny_qdelta, {"num_heads": 2, "num_v_heads": 4, "lamb_bias": -0.5}),
+    "qdelta-fixed-no-decay": (tiny_qdelta, {"lamb_fixed": 0.8, "use_decay": False}),
+    "qdelta-gain-negative-eigenvalues": (tiny_qdelta, {"lamb_gain": True, "allow_neg_eigval": True}),
 }
 # The builders silence torch's remark that a model without short convolutions learns worse.
 
@@ -63,6 +68,22 @@ def test_sliced_equals_masked(base, tmp_path, dtype, bound):
     assert relative_error(logits(small, IDS), wanted) < bound
     # The oracle would also pass if both ignored the cut: the unmasked model must differ.
     assert relative_error(logits(whole, IDS), wanted) > 1e-3
+
+
+def test_what_the_releases_kernels_compute_is_sliced_as_well(tmp_path):
+    """More tokens than a chunk of theirs; and asked for by the caller, where the file does not."""
+    base = with_compat(resolve_model(str(tiny_qdelta(tmp_path / "base", lamb_bias=-1.0))), "released")
+    kept = random_kept(base, 11)
+    small = with_compat(sliced_by(base, kept, tmp_path), "released")
+    whole = load_model(base)
+    family = family_for(base.config)
+    with masked(whole, family, family.layers(base.config), kept):
+        wanted = logits(whole, IDS)
+    assert relative_error(logits(load_model(small), IDS), wanted) < FP32
+    plain = {**small.config, "compat": None}
+    right = load_model(replace(small, config=plain))
+    assert relative_error(logits(right, IDS), wanted) > 1e-3
+    assert small.digest != replace(small, config=plain).digest
 
 
 def test_everything_else_stays(base, tmp_path):
@@ -117,8 +138,8 @@ def test_stock_fla_reads_the_configs_in_a_fresh_process(tmp_path):
     """Shapes from stock fla's own constructors, on the meta device, against the sliced checkpoints'."""
     models = {}
     for name, (builder, config) in CASES.items():
-        if "head_shared_conv" in config:
-            continue  # fla has no such option; tests/models/test_fla_names.py says how it refuses it
+        if "head_shared_conv" in config or builder is tiny_qdelta:
+            continue  # fla has neither; tests/models/test_fla_names.py says how it refuses the first
         (tmp_path / name).mkdir()
         base = resolve_model(str(builder(tmp_path / name / "base", **config)))
         models[name] = sliced_by(base, random_kept(base, 11), tmp_path / name)

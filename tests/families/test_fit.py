@@ -16,13 +16,13 @@ from lapcli.families.loading import load_model, load_tokenizer, resolve_model
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.stages.pruning import plan_pruning
 from lapcli.stages.slicing import plan_slicing
-from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.stock_models import tiny_stock_model
 
-BUILDERS = {"gated": tiny_gated_deltanet, "delta": tiny_delta_net}
+BUILDERS = {"gated": tiny_gated_deltanet, "delta": tiny_delta_net, "qdelta": tiny_qdelta}
 
 
-BOTH = list(BUILDERS)
+ALL = list(BUILDERS)
 
 
 def inspect(folder):
@@ -104,19 +104,25 @@ def test_misfits_are_refused_before_any_work(tmp_path, builder, config, weights,
 
 
 CONFIGS = {
-    "text-for-a-width": (BOTH, {"hidden_size": "x"}, "hidden_size = 'x'; a whole number above 0 is wanted"),
-    "no-width": (BOTH, {"hidden_size": ...}, "no hidden_size; a whole number above 0"),
-    "text-for-a-count": (BOTH, {"num_hidden_layers": "2"}, "num_hidden_layers = '2'"),
-    "no-heads": (BOTH, {"num_heads": 0}, "num_heads = 0"),
-    "negative-heads": (BOTH, {"num_heads": -1}, "num_heads = -1"),
-    "true-for-a-count": (BOTH, {"num_heads": True}, "num_heads = True"),
-    "text-for-a-switch": (BOTH, {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'; true or false"),
-    "hybrid-in-words": (BOTH, {"attn": "layer 1"}, "attn = 'layer 1'; null, or"),
-    "infinite-factor": (BOTH, {"expand_v": float("inf")}, "expand_v = inf; a number above 0"),
-    "uneven-values": (BOTH, {"expand_v": 0.71}, "expand_v = 0.71; a factor that makes"),
+    "text-for-a-width": (ALL, {"hidden_size": "x"}, "hidden_size = 'x'; a whole number above 0 is wanted"),
+    "no-width": (ALL, {"hidden_size": ...}, "no hidden_size; a whole number above 0"),
+    "text-for-a-count": (ALL, {"num_hidden_layers": "2"}, "num_hidden_layers = '2'"),
+    "no-heads": (ALL, {"num_heads": 0}, "num_heads = 0"),
+    "negative-heads": (ALL, {"num_heads": -1}, "num_heads = -1"),
+    "true-for-a-count": (ALL, {"num_heads": True}, "num_heads = True"),
+    "text-for-a-switch": (ALL, {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'; true or false"),
+    "hybrid-in-words": (ALL, {"attn": "layer 1"}, "attn = 'layer 1'; null, or"),
+    "infinite-factor": (ALL, {"expand_v": float("inf")}, "expand_v = inf; a number above 0"),
+    "uneven-values": (ALL, {"expand_v": 0.71}, "expand_v = 0.71; a factor that makes"),
     "text-for-the-key-width": (["gated"], {"head_dim": "x"}, "head_dim = 'x'"),
     "uneven-value-heads": (["gated"], {"num_v_heads": 3}, "num_v_heads = 3; a multiple of num_heads = 2"),
     "no-value-heads": (["gated"], {"num_v_heads": 0}, "num_v_heads = 0"),
+    "unknown-recurrence": (["qdelta"], {"compat": "paper"}, "compat = 'paper'; released or null"),
+    "text-for-the-bias": (["qdelta"], {"lamb_bias": "0.9"}, "lamb_bias = '0.9'; a number"),
+    "too-much-feedback": (["qdelta"], {"lamb_fixed": 1.5}, r"lamb_fixed = 1\.5; a number in \[0, 1\]"),
+    "text-for-no-decay": (["qdelta"], {"use_decay": "no"}, "use_decay = 'no'; true or false"),
+    "a-gain-that-is-not-there": (["qdelta"], {"lamb_gain": True}, r"no tensor model\.layers\.0\.attn\.lamb_gain"),
+    "a-projection-too-many": (["qdelta"], {"lamb_fixed": 0.5}, r"has a tensor model\.layers\.0\.attn\.lamb_proj"),
     "uneven-keys": (["delta"], {"expand_k": 0.51}, "expand_k = 0.51; a factor that makes hidden_size = 64 a multiple"),
 }
 

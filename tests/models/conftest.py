@@ -3,11 +3,19 @@
 import pytest
 import torch
 
-from lapcli.models import DeltaNetConfig, DeltaNetForCausalLM, GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from lapcli.models import (
+    DeltaNetConfig,
+    DeltaNetForCausalLM,
+    GatedDeltaNetConfig,
+    GatedDeltaNetForCausalLM,
+    QDeltaConfig,
+    QDeltaForCausalLM,
+)
 
 FAMILIES = {
     "gated_deltanet": (GatedDeltaNetConfig, GatedDeltaNetForCausalLM),
     "delta_net": (DeltaNetConfig, DeltaNetForCausalLM),
+    "qdelta": (QDeltaConfig, QDeltaForCausalLM),
 }
 VARIANTS = {
     "gdn": ("gated_deltanet", {}),
@@ -22,11 +30,14 @@ VARIANTS = {
     "delta_relu_no_beta": ("delta_net", {"qk_activation": "relu", "use_beta": False, "use_short_conv": False}),
     "delta_shared_filters": ("delta_net", {"head_shared_conv": True}),
     "delta_identity_negative": ("delta_net", {"qk_activation": "identity", "allow_neg_eigval": True}),
+    "qdelta": ("qdelta", {}),
+    "qdelta_gva_fixed_no_output_gate": ("qdelta", {"num_v_heads": 4, "use_gate": False, "lamb_fixed": 0.8}),
+    "qdelta_negative_no_decay": ("qdelta", {"allow_neg_eigval": True, "use_decay": False}),
 }
 
 
 def _config(family: str, changes: dict):
-    width = {"head_dim": 6, "expand_v": 1.5} if family == "gated_deltanet" else {"expand_k": 0.75, "expand_v": 1.25}
+    width = {"expand_k": 0.75, "expand_v": 1.25} if family == "delta_net" else {"head_dim": 6, "expand_v": 1.5}
     sizes = {
         "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 40, "intermediate_size": 24,
         "pad_token_id": 0,

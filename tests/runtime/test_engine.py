@@ -7,7 +7,7 @@ from lapcli.errors import ModelError, UsageError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Engine
 from lapcli.testing.decoding import distance, full_logits, prompts_of
-from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 
 # Sums of some hundred fp32 products in another order, over a few layers.
 TOLERANCE = 1e-5
@@ -30,6 +30,9 @@ MODELS = {
         tiny_delta_net,
         {"use_gate": True, "use_beta": False, "qk_activation": "identity", "expand_k": 0.5},
     ),
+    "q-delta": (tiny_qdelta, {"num_v_heads": 4, "lamb_bias": -0.5}),
+    "q-delta, gain, negative eigenvalues": (tiny_qdelta, {"lamb_gain": True, "allow_neg_eigval": True}),
+    "q-delta, fixed, no decay, no gate": (tiny_qdelta, {"lamb_fixed": 0.8, "use_decay": False, "use_gate": False}),
     "delta net, by the library's pass": (tiny_delta_net, {"qk_activation": "elu", "qk_norm": "sum"}),
 }
 
