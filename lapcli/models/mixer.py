@@ -91,6 +91,8 @@ class DeltaRuleMixer(nn.Module):
         read_scale: the factor on q; `None` for `K ** -0.5`.
         kernel: the `impl` that `delta_rule` is called with.
         watch: called with what the delta rule gets, at every pass; `None` for nobody.
+        watched: whether `watch` is; apart from it, since what is compiled depends on a truth value more surely than on
+            a function.
         gated: whether the state decays.
         erasing: whether there is query feedback.
         released: whether chunks are those of Q-Delta's released kernels (see `delta_rule`).
@@ -101,6 +103,7 @@ class DeltaRuleMixer(nn.Module):
     released = False
     normalise_in_kernel = True
     watch: Callable[[RuleInputs], None] | None = None
+    watched = False
 
     def __init__(
         self,
@@ -195,7 +198,7 @@ class DeltaRuleMixer(nn.Module):
         q, k = self.tap(q, k)
         q, k = self.normalise_keys(q), self.normalise_keys(k)
         before = None if held is None else held.recurrent
-        if self.watch is not None:
+        if self.watched and self.watch is not None:
             self.watch(RuleInputs(q, k, v, beta, g, lamb, before, self.normalise_in_kernel, padding, packing))
 
         # The release's chunks count tokens, where ours, which do not matter, count positions.

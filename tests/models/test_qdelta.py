@@ -18,11 +18,11 @@ def feedback_of(model, ids):
     """By layer, what the delta rule is handed."""
     seen = []
     for mixer in model.mixers():
-        mixer.watch = seen.append
+        mixer.watch, mixer.watched = seen.append, True
     with torch.no_grad():
         model(ids, use_cache=False)
     for mixer in model.mixers():
-        mixer.watch = None
+        mixer.watch, mixer.watched = None, False
     return seen
 
 
