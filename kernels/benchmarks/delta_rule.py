@@ -102,10 +102,9 @@ def implementations(
     if not every_tile:
         return
     default = choose_tiles(shape.key_width, shape.value_width, dtype)
-    walks = [Tiles(*choice) for choice in ((64, 4, 3), (64, 4, 2), (32, 4, 2), (32, 4, 3), (128, 8, 2), (128, 4, 2))]
     # The two kernels do not depend on each other's tiles: one is varied at a time.
-    others = [default._replace(prepare_warps=warps, series=series) for warps in (1, 2, 4) for series in (False, True)]
-    for tiles in dict.fromkeys((*others, *walks)):
+    walks = [Tiles(*choice) for choice in ((128, 4, 2), (64, 4, 2), (64, 4, 1), (64, 4, 3), (128, 8, 2))]
+    for tiles in dict.fromkeys((*walks, default._replace(series=False))):
         if tiles.value_block <= shape.value_width:
             yield "triton " + " ".join(map(str, tiles)), ours(tiles)
 

@@ -129,11 +129,13 @@ def _gradients(
     gradients = {**shared, "GATED": g is not None, "NORM": qk_l2norm}
     inputs = (*q_.stride()[:3], *k_.stride()[:3], *x.stride()[:3])
     upstream = (*d_o.stride()[:3], *beta.stride())
-    launch: Any = walk_back[(layout.count * value_heads * -(-value_width // tiles.value_block),)]
+    # The walk back holds more at once.
+    block = min(64, tiles.value_block)
+    launch: Any = walk_back[(layout.count * value_heads * -(-value_width // block),)]
     launch(
         q_, k_, x, d_o, kept.solved, kept.read, kept.factors, kept.kept, d_final.contiguous(), d_initial, ends, d_b,
         bounds, chunk_starts, time, layout.chunks, *inputs, *d_o.stride()[:3], **shared,
-        BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
+        BK0=block0, BK1=block1, BV=block, INITIAL=initial_state is not None,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     prepare_warps: int = 1
-    series: bool = False
+    series: bool = True
     solve: str = "tf32"
 
 
@@ -79,8 +79,10 @@ def choose_tiles(key_width: int, value_width: int, dtype: torch.dtype) -> Tiles:
     """
     if dtype == torch.float32:
         return Tiles(min(power_of_two(max(16, value_width)), 32 if key_width <= 128 else 16), 4, 1)
+    if key_width <= 64 and value_width >= 128:
+        return Tiles(128, 4, 2)
     # 64 even where V is less: compiled by triton 3.6, blocks of 32 ended in illegal accesses on an H200.
-    return Tiles(64, 8 if key_width > 128 else 4, 3 if key_width <= 64 else 2)
+    return Tiles(64, 8 if key_width > 128 else 4, 2)
 
 
 class Layout(NamedTuple):
