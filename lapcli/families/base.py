@@ -25,8 +25,10 @@ Role = Literal[
     "query convolution bias",
     "gate projection",
     "gate bias",
+    "key channels",
 ]
-"""`key` and `query` are B and C in Mamba-2; a gate is a member where it decays each key channel by itself."""
+"""`key` and `query` are B and C in Mamba-2; a gate is a member where it decays each key channel by itself. The
+`key channels` are the numbers of those that a head still has, where the model picks them out of wider projections."""
 
 Sizes = tuple[tuple[str, int], ...]
 """A tensor's shape, axis by axis: what of the config gives the length, and the length."""
@@ -49,6 +51,8 @@ class Member:
             lies outside of it, `offset` below 0 included, is then theirs.
         factor: by which the model multiplies the projection's output, all of this role alike, so that it computes as
             with a weight that is larger by so much.
+        stays: whether slicing leaves it alone, though its channels are those of the key axis: the model picks the kept
+            ones out of its output (rotary embeddings turn channels in pairs, so none of the rows can go).
     """
 
     tensor: str
@@ -58,6 +62,7 @@ class Member:
     offset: int = 0
     partial: bool = False
     factor: float = 1.0
+    stays: bool = False
 
     def rows(self, heads: int, width: int) -> list[range]:
         """By head, where its channels are along the axis; of a part of a tensor perhaps outside of it."""

@@ -253,7 +253,8 @@ def load_model(
                 found = library_class(source).from_pretrained(source.path, trust_remote_code=trusted, **options)
     except (ValueError, KeyError, TypeError, ImportError, OSError, RuntimeError) as error:
         model_type = source.config.get("model_type")
-        if own is None and model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+        if own is None and packaged is None and model_type not in known:
             raise ModelError(
                 f"transformers {transformers.__version__} does not know the model type {model_type!r} of {source.name}",
                 "install a version that does, or pass --trust-remote-code if the model brings its own code",

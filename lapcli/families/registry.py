@@ -8,6 +8,7 @@ from lapcli.families.bailing_hybrid import BailingHybrid
 from lapcli.families.bamba import Bamba
 from lapcli.families.base import Family
 from lapcli.families.delta_net import DeltaNet
+from lapcli.families.dual_state import DualState
 from lapcli.families.falcon_h1 import FalconH1
 from lapcli.families.gated_deltanet import GatedDeltaNet
 from lapcli.families.gated_deltaproduct import GatedDeltaProduct
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
         GatedDeltaNet(),
         DeltaNet(),
         QDelta(),
+        DualState(),
         GatedDeltaNet2(),
         GatedDeltaProduct(),
         Kda(),

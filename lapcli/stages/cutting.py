@@ -77,6 +77,8 @@ def cutting(
     for layer in layers:
         for member in family.members(layer, shapes):
             entry = _entry(source, member, layer)
+            if member.stays:
+                continue
             cut = cuts.setdefault(member.tensor, Cut(member.axis, entry.shape[member.axis], set()))
             if cut.axis != member.axis:
                 raise FamilyError(f"{member.tensor} is declared on axes {cut.axis} and {member.axis}")

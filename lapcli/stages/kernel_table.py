@@ -7,7 +7,9 @@ that nobody looked. `docs/plan.md` tells how to add or refresh one. Nothing here
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Operator = Literal["gated delta rule", "delta rule", "gated delta product", "KDA", "GDN-2", "GLA", "Mamba-2"]
+Operator = Literal[
+    "gated delta rule", "delta rule", "gated delta product", "KDA", "GDN-2", "GLA", "gated states", "Mamba-2"
+]
 Phase = Literal["prefill", "decode", "prefill and decode"]
 Verdict = Literal["takes it", "lost", "gained", "never took it", "not checked"]
 
@@ -26,6 +28,7 @@ OPERATORS: dict[str, Operator] = {
     "gated_deltaproduct": "gated delta product",
     "gdn2": "GDN-2",
     "gla": "GLA",
+    "dsla": "gated states",
     "kda": "KDA",
     "kimi_linear": "KDA",
     "bailing_hybrid": "KDA",
@@ -220,7 +223,12 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("fla, chunked", ("GDN-2",), "prefill", _UP_TO_256, _at(_FLA, "fla/ops/gdn2/chunk.py:333")),
     Kernel("fla, recurrent", ("GDN-2",), "decode", _ANY, _at(_FLA, "fla/ops/gdn2/fused_recurrent.py:283"), _TILE),
     Kernel(
-        "fla, chunked", ("GLA",), "prefill", _ANY, _at(_FLA, "fla/ops/gla/chunk.py:906"), "above K = 256 in split tiles"
+        "fla, chunked",
+        ("GLA", "gated states"),
+        "prefill",
+        _ANY,
+        _at(_FLA, "fla/ops/gla/chunk.py:906"),
+        "above K = 256 in split tiles; states that share keys count as one of all their channels",
     ),
     Kernel("fla, recurrent", ("gated delta product", "GLA"), "decode", None, None),
     Kernel("fla, chunked", ("KDA",), "prefill", _UP_TO_256, _at(_FLA, "fla/ops/kda/chunk.py:409")),

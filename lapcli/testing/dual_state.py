@@ -1,0 +1,109 @@
+"""Tiny real teachers of every kind whose attention can be converted, converted models, and an oracle of the layer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapcli.families.dual_state import TEACHERS
+from lapcli.families.remote.lapcli_dual_state import DualStateSettings, convert_layers, dual_state_layers
+from lapcli.families.source import ModelSource, resolve_model
+from lapcli.stages.dual_state_writing import write_converted
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "tie_word_embeddings": True},
+    "mistral": {"head_dim": 12, "sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 12},
+    "smollm3": {},
+    "phi": {"qk_layernorm": True, "partial_rotary_factor": 0.5},
+    "phi3": {},
+}
+"""What is particular about each: biases, tied embeddings, heads of a width of their own, norms, partial rotation."""
+
+
+def tiny_teacher(model_type: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **change: Any) -> Any:
+    """A model of three layers with grouped heads, in eval mode, matrices from N(0, 1 / fan_in), biases not zero.
+
+    Args:
+        model_type: of `TEACHERS`.
+        dtype: of its weights.
+        seed: of the draw.
+        change: fields of the config.
+    """
+    import transformers
+
+    config: Any = getattr(transformers, f"{TEACHERS[model_type]}Config")(
+        **{**_SIZES, **_KINDS[model_type], **change}, attn_implementation="sdpa"
+    )
+    torch.manual_seed(seed)
+    model: Any = getattr(transformers, f"{TEACHERS[model_type]}ForCausalLM")(config)
+    fill(model, seed)
+    return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, seed: int = 0) -> None:
+    """Draw all weights of a model: matrices from N(0, 1 / fan_in), all else around what it begins as."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 2:
+            parameter.copy_(drawn * (1.0 if "embed" in name else parameter.shape[1] ** -0.5))
+        else:
+            parameter.add_(0.1 * drawn)
+
+
+def tiny_source(model_type: str, folder: Path, *, shards: str | None = None, **options: Any) -> ModelSource:
+    """A tiny teacher on disk, with a tokenizer of one token a byte."""
+    from lapcli.testing.models import byte_tokenizer
+
+    model = tiny_teacher(model_type, **{"vocab_size": 300, **options})
+    model.save_pretrained(folder, **({} if shards is None else {"max_shard_size": shards}))
+    byte_tokenizer().save_pretrained(folder)
+    return resolve_model(str(folder))
+
+
+def converted(model: Any, *layers: int, seed: int = 1, **settings: Any) -> Any:
+    """Convert layers of a model in place; the new weights are drawn, so that no gate or mixture is at its beginning."""
+    convert_layers(model, DualStateSettings(layers=layers, **settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in dual_state_layers(model).values():
+            for parameter in layer.new_parameters().values():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(parameter))
+    return model
+
+
+def converted_source(
+    source: ModelSource, folder: Path, layers: Sequence[int] = (2, 0), **settings: Any
+) -> tuple[ModelSource, Any]:
+    """A converted model on disk, and the same in memory as it was before it was written."""
+    from lapcli.families.loading import load_model
+
+    model: Any = load_model(source)
+    chosen = DualStateSettings(layers=tuple(layers), **settings)
+    converted(model, *layers, **settings)
+    write_converted(source, chosen.as_config(), layer_tensors(model, layers), folder, card="# a test\n")
+    return resolve_model(str(folder)), model
+
+
+def layer_tensors(model: Any, layers: Sequence[int]) -> dict[str, Tensor]:
+    """The tensors of attention modules, buffers too, by their names in the model."""
+    prefixes = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
+    return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefixes)}
