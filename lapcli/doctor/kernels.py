@@ -121,6 +121,7 @@ def trials(device: torch.device, *, thorough: bool = False) -> list[Trial]:
         *_ssd_step(device),
         *_attend_step(device),
         *_norm(device),
+        *_thin_linear(device),
     ]
     return sorted(found, key=lambda trial: trial.cost)
 
@@ -435,3 +436,54 @@ def _norm(device: torch.device) -> Iterator[Trial]:
             return precisions(actual, truth, plain, dtype, width if dtype == torch.float32 else 1)
 
         yield Trial("norm", impl, "residual, SwiGLU", "forward", dtype, why_not(impl, device, dtype), run)
+
+
+def _thin_linear(device: torch.device) -> Iterator[Trial]:
+    """A norm or SwiGLU, a product of few rows, and the residual sum, against their formulas in fp64."""
+    from lapkernels.thin_linear import IMPLEMENTATIONS, Normed, thin_linear, why_not
+
+    eps, rows, width, outputs = 1e-6, 3, 300, 65
+
+    def draw(dtype: torch.dtype) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = {
+            "x": (rows, width), "pair": (rows, 2 * width), "norm": (width,), "weight": (outputs, width),
+            "bias": (outputs,), "residual": (rows, outputs),
+        }  # fmt: skip
+        drawn = {name: torch.randn(*s, generator=generator, dtype=torch.float64) for name, s in shapes.items()}
+        drawn["weight"] *= width**-0.5
+        return {name: value.to(dtype) for name, value in drawn.items()}
+
+    def formulas(given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """With what goes into the product rounded to `dtype`."""
+        x, pair, norm, weight, bias, residual = (value.double() for value in given.values())
+        normed = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (norm + 1)
+        gate, up = pair.chunk(2, dim=-1)
+        gated = gate / (1 + (-gate).exp()) * up
+        product, gated_product = (inner.to(dtype).double() @ weight.t() for inner in (normed, gated))
+        return {"normed": product, "gated": residual + 0.5 * (gated_product + bias)}
+
+    for impl in IMPLEMENTATIONS:
+        if impl == "auto":
+            continue
+        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+
+        def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
+            given = draw(dtype)
+            there = {name: value.to(device) for name, value in given.items()}
+            actual = {
+                "normed": thin_linear(
+                    there["x"], there["weight"], norm=Normed(there["norm"], eps, offset=1.0), impl=impl
+                ),
+                "gated": thin_linear(
+                    there["pair"], there["weight"], there["bias"], gated=True, residual=there["residual"], scale=0.5,
+                    impl=impl,
+                ),
+            }  # fmt: skip
+            truth = formulas(given, torch.float64)
+            # What a plain computation rounds: what goes into the product and what comes out, in fp32 the sums too.
+            plain = {name: value.to(dtype) for name, value in formulas(given, dtype).items()}
+            return precisions(actual, truth, plain, dtype, width if dtype == torch.float32 else 1)
+
+        why = why_not(impl, device, dtype, rows)
+        yield Trial("thin_linear", impl, "norm, SwiGLU, residual", "forward", dtype, why, run)

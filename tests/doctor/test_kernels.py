@@ -13,6 +13,7 @@ from lapcli.doctor.kernels import (
     _delta_step,
     _norm,
     _ssd_step,
+    _thin_linear,
     check_kernels,
     trials,
     verdicts_of,
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 def own_file(tmp_path, monkeypatch):
     monkeypatch.setenv(verdicts.FILE_VARIABLE, str(tmp_path / "verdicts.json"))
     # Decode steps have tests of their own; here they would only take time.
-    for operator in ("_delta_step", "_ssd_step", "_attend_step", "_norm"):
+    for operator in ("_delta_step", "_ssd_step", "_attend_step", "_norm", "_thin_linear"):
         monkeypatch.setattr(f"lapcli.doctor.kernels.{operator}", lambda _device: ())
 
 
@@ -189,3 +190,22 @@ def test_norms_are_checked_too(monkeypatch):
     (trial,) = [trial for trial in _norm(CPU) if trial.impl == "reference"]
     assert "swiglu" in _checked(trial, CPU).detail
     assert _checked(trial, CPU).status == "wrong"
+
+
+def test_thin_layers_are_checked_too(monkeypatch):
+    def checked():
+        (trial,) = [trial for trial in _thin_linear(CPU) if trial.impl == "reference"]
+        return _checked(trial, CPU)
+
+    assert checked().status == "right"
+    module = importlib.import_module("lapkernels.thin_linear")
+    right = module.thin_linear
+
+    def unbiased(x, weight, bias=None, **options):
+        return right(x, weight, **options)
+
+    monkeypatch.setattr(module, "thin_linear", unbiased)
+    assert checked().status == "wrong"
+    assert "gated" in checked().detail
+    monkeypatch.setattr(module, "thin_linear", lambda *a, **k: right(*a, **k) * (1.001 if "norm" in k else 1))
+    assert "normed" in checked().detail
