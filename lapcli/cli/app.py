@@ -24,6 +24,7 @@ from lapcli.cli import (
     select_,
     slice_,
     sweep,
+    train,
 )
 from lapcli.errors import LapcliError
 
@@ -46,6 +47,7 @@ for module in (
     generate,
     analyze,
     run,
+    train,
     sweep,
     report,
     inspect_,

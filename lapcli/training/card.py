@@ -67,7 +67,8 @@ def training_card(name: str, config: Any, settings: PretrainingSettings, record:
         name: of the model that it was trained on from, or its type.
         config: of the model, as a config of transformers.
         settings: of the training.
-        record: how training ended: `tokens`, `step`, `seconds`, `processes`, `before`, `after`, `stopped`.
+        record: how training ended: `tokens`, `step`, `seconds`, `processes`, `before`, `after`, `contraction`,
+            `stopped`.
     """
     training = settings.training()
     begins = f"weights drawn from seed {settings.seed} ({settings.start})"
@@ -93,6 +94,12 @@ def training_card(name: str, config: Any, settings: PretrainingSettings, record:
             for when, found in (("before", before), ("after", after))
         ]
         lines.append("")
+    if (watched := record["contraction"]) is not None:
+        lines += [
+            f"beta k.x there (an error shrinks by 1 - beta k.x a token): mean {watched['mean']:.3f}, 1st to 99th "
+            f"percentile {watched['p01']:.3f} to {watched['p99']:.3f}, {watched['outside']:.2%} outside (0, 2).",
+            "",
+        ]
     if record["stopped"]:
         lines += [f"Training stopped early: {record['stopped']}. These are the last good parameters.", ""]
     lines.append(f"`{LINEAGE_FILE}` holds settings and digests. What may be done with it depends on its data.")

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from lapcli.training.distributed import decoder_blocks
 
@@ -36,8 +35,3 @@ def _options() -> dict[str, Any]:
 
     name = "mix_order_reduction"
     return {f"triton.{name}": False} if hasattr(config.triton, name) else {}
-
-
-def compiled(module: nn.Module) -> bool:
-    """Whether `compile_blocks` was there."""
-    return "forward" in vars(module)

@@ -53,6 +53,8 @@ from lapcli.training.stream import PackedSequence
 
 CHECKPOINTS = "checkpoints"
 
+Watch = Callable[[], contextlib.AbstractContextManager[Callable[[], Mapping[str, Any]]]]
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -223,7 +225,7 @@ def train(
     vocabulary: int | None = None,
     on_step: Callable[[StepDone], None] | None = None,
     on_validation: Callable[[int, Measured], None] | None = None,
-    watch: Callable[[], Mapping[str, Any]] | None = None,
+    watch: Watch | None = None,
     doing: str = "training",
     reporter: Reporter | None = None,
     processes: Processes = ALONE,
@@ -252,8 +254,8 @@ def train(
         vocabulary: leading ids that both models have, as for `distillation_sums`.
         on_step: hears of every step, in each process.
         on_validation: hears of every validation: steps done, and means over what is held out; likewise.
-        watch: measures something else of the model at every validation, without gradients; it is written into the
-            curve. Each process calls it.
+        watch: a context that lasts as long as a validation, and gives what makes figures of what it saw there; they
+            are written into the curve. Each process enters it, and sees what this one computes.
         doing: what progress is called.
         reporter: where progress and remarks go; the leader's alone is used.
         processes: those that train together, under `lapcli.parallel.jointly` if there are several.
@@ -275,7 +277,8 @@ def train(
     """
     loop = _Loop(
         student, teacher, stream, plan, settings, folder, lineage, execution or Execution(), vocabulary,
-        on_step or (lambda _done: None), on_validation or (lambda _step, _found: None), watch, doing,
+        on_step or (lambda _done: None), on_validation or (lambda _step, _found: None),
+        watch or (lambda: contextlib.nullcontext(dict)), doing,
         reporter or SilentReporter(), processes, device,
     )  # fmt: skip
     return loop.run()
@@ -322,7 +325,7 @@ class _Loop:
         vocabulary: int | None,
         on_step: Callable[[StepDone], None],
         on_validation: Callable[[int, Measured], None],
-        watch: Callable[[], Mapping[str, Any]] | None,
+        watch: Watch,
         doing: str,
         reporter: Reporter,
         processes: Processes,
@@ -567,7 +570,9 @@ class _Loop:
             raise _Diverged(f"{list(trained)[first_bad]} is not finite after step {self.step}")
         if self.held_out:
             self.model.eval()
-            measured = self._measured_held_out()
+            with self.watch() as figures:
+                measured = self._measured_held_out()
+            watched = figures()
             self.model.train()
             if not isfinite(measured.loss):
                 raise _Diverged(f"the validation loss after step {self.step} is {measured.loss}")
@@ -579,9 +584,9 @@ class _Loop:
                 )
             self.first, self.last = first, measured
             self._note({"validation": measured.document()})
-            if self.watch is not None:
+            if watched:
                 # Its own line, so that who reads the curve for losses need not know of it.
-                self._note(self.watch())
+                self._note(watched)
             self.on_validation(self.step, measured)
         self.validated = self.step
 

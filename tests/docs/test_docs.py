@@ -14,6 +14,7 @@ from lapcli.families.registry import FAMILIES
 from lapcli.pipeline import STAGES
 from lapcli.recipe import read_recipe
 from lapcli.selectors.registry import SELECTORS
+from lapcli.training_recipe import read_training_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").rglob("*.md")])
@@ -68,7 +69,11 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_is_valid_and_says_how_to_run_it(path):
-    command = "run" if read_recipe(path).sweep is None else "sweep"
+    if path.parent.name == "train":
+        read_training_recipe(path)
+        command = "train"
+    else:
+        command = "run" if read_recipe(path).sweep is None else "sweep"
     assert f"lapcli {command} {path.relative_to(ROOT / 'recipes').with_suffix('')}" in path.read_text()
 
 

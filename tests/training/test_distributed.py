@@ -28,6 +28,7 @@ from lapcli.training.stream import TrainingStream
 # fp32 sums of the same terms in another order, relative to their size.
 ROUNDING = 1e-5
 WAYS = (("own", "none"), ("own", "fsdp"), ("tied", "fsdp"), ("mamba2", "none"), ("mamba2", "fsdp"))
+WHOLE = (("tied", "none"), ("tied", "fsdp"), ("own", "fsdp"))
 STEPS = 4
 # Tied, in two dtypes at once with tables of angles, and with blocks that share tensors.
 APART = (
@@ -53,10 +54,14 @@ def engine_tests():
     return module
 
 
-def train(folder, run, model, mine, *, sharding="none", on_step=None, drawing=False, settings=None, **execution):
+def train(
+    folder, run, model, mine, *, sharding="none", on_step=None, drawing=False, settings=None, teacher="the same",
+    **execution,
+):  # fmt: skip
     """A training from its beginning or from where it was left; the bench, and what was measured step by step."""
+    guide = model if teacher == "the same" else teacher
     bench = engine_tests().Bench(
-        folder, student=model, teacher=model, processes=mine, **{"steps": STEPS, **(settings or {})}
+        folder, student=model, teacher=guide, processes=mine, **{"steps": STEPS, **(settings or {})}
     )
     if drawing:
         for name in bench.plan.lora:
@@ -229,8 +234,21 @@ def leaders_alone(folder, out, mine):
     yield "alone-fsdp", told(train(folder, run, "own", mine, sharding="fsdp", settings=apart(mine), **lean))
 
 
+EVERYTHING = {"everything": True, "kl_weight": 0.0, "weight_decay": 0.1}
+
+
+def whole_models(folder, out, mine):
+    """All of a model is trained, its tied head too; sharded, the leader alone has it first."""
+    for model, sharding in WHOLE:
+        settings = {**EVERYTHING, **(apart(mine) if sharding == "fsdp" else {})}
+        run = out / f"whole-{model}-{sharding}"
+        bench = train(folder, run, model, mine, sharding=sharding, settings=settings, teacher=None)
+        yield f"whole-{model}-{sharding}", told(bench)
+
+
 SCENARIOS = (
     follow_one,
+    whole_models,
     half_precision,
     leaders_alone,
     stop_and_go_on,
@@ -354,6 +372,19 @@ def test_two_processes_train_what_one_trains(seen, alone, model, sharding):
     assert distance(found["state"], wanted["state"]) <= 4 * band + 2**-22
     start, end = found["result"].first, found["result"].last
     assert start.loss != end.loss
+
+
+@pytest.mark.parametrize(("model", "sharding"), WHOLE)
+def test_two_processes_train_all_of_a_model_as_one_does(place, seen, model, sharding, tmp_path):
+    options = {"settings": EVERYTHING, "teacher": None}
+    wanted, other = (
+        told(train(place, tmp_path / str(size), model, ALONE, micro_batch=size, **options)) for size in (1, 4)
+    )
+    found = seen[0][f"whole-{model}-{sharding}"]
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(wanted[what], rel=ROUNDING), what
+    band = distance(wanted["state"], other["state"])
+    assert distance(found["state"], wanted["state"]) <= 4 * band + 2**-22
 
 
 def test_a_sharded_process_holds_a_share(seen):

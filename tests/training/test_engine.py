@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lapcli.artifacts import read_document
+from lapcli.artifacts import Lineage, read_document
 from lapcli.errors import ArtifactError, DataError, FamilyError, ModelError
 from lapcli.families.loading import load_model, load_tokenizer
 from lapcli.families.source import resolve_model
@@ -30,6 +31,7 @@ from lapcli.testing.stock_models import tiny_stock_model
 from lapcli.training import engine
 from lapcli.training.adapters import apply_adapters, plan_adapters, trained_parameters, trained_state
 from lapcli.training.engine import Execution, TrainingSettings, train, training_lineage
+from lapcli.training.fresh import WholePlan, train_whole
 from lapcli.training.packing import PackedBatch, last_hidden
 from lapcli.training.stream import PackedSequence, TrainingStream
 
@@ -69,20 +71,27 @@ class Bench:
     """All that a training takes, made anew as another process would."""
 
     def __init__(
-        self, folder, *, student="base", teacher="base", full=False, length=32, rank=4, processes=ALONE, load=None,
-        **settings,
+        self, folder, *, student="base", teacher="base", full=False, everything=False, length=32, rank=4,
+        processes=ALONE, load=None, **settings,
     ):  # fmt: skip
         self.source = resolve_model(str(folder / student))
         teacher_source = None if teacher is None else resolve_model(str(folder / teacher))
         torch.manual_seed(7)
         model = load_model(self.source, **(load or {}))
-        self.plan = plan_adapters(model, self.source.config, full=full, rank=rank)
-        self.student = apply_adapters(model, self.plan)
+        if everything:
+            train_whole(model)
+            self.plan, self.student = WholePlan.of(model), model
+        else:
+            self.plan = plan_adapters(model, self.source.config, full=full, rank=rank)
+            self.student = apply_adapters(model, self.plan)
         self.teacher = None if teacher_source is None else load_model(teacher_source, **(load or {}))
         self.settings = TrainingSettings(**{**SHORT, **settings})
         share = {"rank": processes.rank, "world": processes.size}
         self.stream = TrainingStream(str(folder / "text.jsonl"), load_tokenizer(self.source), length, seed=3, **share)
-        self.lineage = training_lineage(self.source, teacher_source, self.plan, self.settings)
+        if everything:
+            self.lineage = Lineage("checkpoint", self.source.describe(), "any", self.settings.document())
+        else:
+            self.lineage = training_lineage(self.source, teacher_source, self.plan, self.settings)
         self.reporter, self.processes = SilentReporter(), processes
         self.device = torch.device((load or {}).get("device", "cpu"))
 
@@ -158,6 +167,80 @@ def test_killed_at_step_7_it_goes_on_bit_for_bit(place, tmp_path):
         getattr(unbroken.result, name) for name in ("tokens", "first", "last")
     )
     assert checkpoints_in(tmp_path / "broken") == checkpoints_in(tmp_path / "unbroken") == ["step-9", "step-10"]
+
+
+def everything_of(place, **settings):
+    """A training of all that a model has, with a decay that passes over vectors."""
+    return Bench(place, teacher=None, everything=True, **{"kl_weight": 0.0, "weight_decay": 0.1, **settings})
+
+
+def test_a_whole_model_goes_on_bit_for_bit(own, tmp_path):
+    unbroken, first, again = everything_of(own), everything_of(own), everything_of(own)
+    before = unbroken.state
+    unbroken.run(tmp_path / "unbroken")
+    assert before.keys() == {name for name, _ in unbroken.student.named_parameters()}
+    assert not any(torch.equal(value, before[name]) for name, value in unbroken.state.items())
+    with pytest.raises(Killed):
+        first.run(tmp_path / "broken", on_step=raising_at(7))
+    again.run(tmp_path / "broken")
+    assert same(again.state, unbroken.state)
+    assert curve(tmp_path / "broken") == curve(tmp_path / "unbroken")
+    assert unbroken.result.last.loss < unbroken.result.first.loss
+
+
+def test_a_step_of_a_whole_model_is_torchs_with_its_vectors_left_undecayed(own, tmp_path):
+    bench = everything_of(own, steps=1, warmup=1.0, beta1=0.8, beta2=0.95, eps=1e-6, clip=1e9)
+    model = load_model(bench.source)
+    groups = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]]
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}],
+        lr=bench.settings.lr, betas=(0.8, 0.95), eps=1e-6,
+    )  # fmt: skip
+    bench.stream.held_out(bench.settings.validation)
+    batch = PackedBatch.of([next(bench.stream) for _ in range(4)])
+    logits = model(batch.ids, position_ids=batch.position_ids, use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1), batch.labels, ignore_index=-100).backward()
+    optimizer.step()
+    again = everything_of(own, steps=1, warmup=1.0, beta1=0.8, beta2=0.95, eps=1e-6, clip=1e9)
+    again.run(tmp_path)
+    # A first step has the size of the rate, whatever the gradient, so that rounding shows relative to that.
+    for name, parameter in model.named_parameters():
+        assert (again.state[name] - parameter).abs().max() < 1e-2 * bench.settings.lr, name
+
+
+def test_what_is_watched_is_in_the_curve(own, tmp_path):
+    bench = everything_of(own, steps=2)
+
+    @contextmanager
+    def watch():
+        rows = []
+        hook = bench.student.model.norm.register_forward_hook(lambda module, _in, out: rows.append(module.training))
+        yield lambda: {"trained": rows}
+        hook.remove()
+
+    train(
+        bench.student, None, bench.stream, bench.plan, bench.settings, tmp_path, lineage=bench.lineage,
+        execution=Execution(validate_every=1, micro_batch=2), watch=watch,
+    )  # fmt: skip
+    # Three sequences are held out.
+    watched = [line for line in curve(tmp_path) if "trained" in line]
+    assert watched == [{"step": step, "trained": [False, False]} for step in (0, 1, 2)]
+
+
+def test_compiled_blocks_train_as_they_are(own, tmp_path, monkeypatch):
+    plain, compiled = everything_of(own, steps=2), everything_of(own, steps=2)
+    plain.run(tmp_path / "plain")
+    seen = []
+
+    def compile_(forward, **options):
+        seen.append(options)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    compiled.run(tmp_path / "compiled", compile=True, gradient_checkpointing=True)
+    assert same(compiled.state, plain.state)
+    assert len(seen) == plain.student.config.num_hidden_layers
+    assert all(each["options"].get("triton.mix_order_reduction", False) is False for each in seen)
 
 
 def test_what_a_model_draws_goes_on_too(own, tmp_path):
@@ -352,8 +435,8 @@ def gradients(bench, sequences, **execution):
 def loop_of(bench, **execution):
     return engine._Loop(
         bench.student, bench.teacher, bench.stream, bench.plan, bench.settings, Path("nowhere"), bench.lineage,
-        Execution(**execution), None, lambda _done: None, lambda _step, _found: None, None, "training",
-        bench.reporter, ALONE, None,
+        Execution(**execution), None, lambda _done: None, lambda _step, _found: None,
+        nullcontext, "training", bench.reporter, ALONE, None,
     )  # fmt: skip
 
 
