@@ -29,9 +29,11 @@ SCHEMA = 1
 
 _KEY = "lapcli"
 _MAKERS = {
-    "calibration": "`lapcli calibrate` or `lapcli prune`, as before, but",
-    "selection": "`lapcli select` or `lapcli prune`, as before, but",
+    "calibration": "`lapcli calibrate` or `lapcli prune`",
+    "selection": "`lapcli select` or `lapcli prune`",
+    "analysis": "`lapcli analyze`",
 }
+"""What writes an artifact, by its kind."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,10 @@ class Artifact:
         wanted = _parse(read_header(self.path).metadata, self.path).get("content")
         found = content_digest(tensors)
         if found != wanted:
+            maker = _MAKERS.get(self.lineage.kind, "run the command that wrote it")
             raise ArtifactError(
                 f"{self.path} is damaged: its tensors have the digest {found[:12]}, but {str(wanted)[:12]} was stored",
-                f"make it again: {_MAKERS.get(self.lineage.kind, 'run the command that wrote it')} with --overwrite",
+                f"make it again: {maker}, as before, but with --overwrite",
             )
         return tensors
 
@@ -219,7 +222,8 @@ def read_artifact(path: Path, kind: str | None = None) -> Artifact:
         ArtifactError: it is missing, truncated, foreign, of another kind or of a newer schema.
     """
     if not path.is_file():
-        raise ArtifactError(f"there is no {kind or 'artifact'} at {path}")
+        maker = _MAKERS.get(kind or "")
+        raise ArtifactError(f"there is no {kind or 'artifact'} at {path}", maker and f"make one with {maker}")
     header = read_header(path)
     document = _parse(header.metadata, path)
     return Artifact(path, _lineage(document, path, kind), tuple(sorted(header.tensors)))

@@ -33,13 +33,10 @@ def run(
     """Write a selection."""
     from lapcli.artifacts import read_artifact
     from lapcli.cli import context, display
-    from lapcli.errors import ArtifactError
     from lapcli.recipe import SelectionSettings
 
     directory = context.run_directory(run_path)
     place = calibration or directory.calibration
-    if not place.is_file():
-        raise ArtifactError(f"there is no calibration at {place}", "make one with `lapcli calibrate`")
     artifact = read_artifact(place, "calibration")
     if ratio is None and keep is None:
         ratio = options.DEFAULT_RATIO

@@ -134,13 +134,30 @@ def plan_pruning(
     return plan
 
 
-def calibration_there(source: ModelSource, calibration: CalibrationSettings, run: RunDirectory) -> Artifact | None:
-    """The run's calibration where it is one of these inputs; a damaged one is none."""
+def calibration_there(
+    source: ModelSource, calibration: CalibrationSettings, run: RunDirectory, *, strict: bool = False
+) -> Artifact | None:
+    """The run's calibration where it is one of these inputs.
+
+    Args:
+        source: the model.
+        calibration: the text and its amount.
+        run: the run directory.
+        strict: whether one of other inputs, or a damaged one, is refused; otherwise it counts as none.
+
+    Raises:
+        ArtifactError: as `strict` says.
+    """
+    if not run.calibration.is_file():
+        return None
     try:
         existing = read_artifact(run.calibration, "calibration")
+        refuse_stale(calibration_lineage(source, calibration), existing.lineage, run.calibration)
     except ArtifactError:
+        if strict:
+            raise
         return None
-    return None if calibration_lineage(source, calibration).differences(existing.lineage) else existing
+    return existing
 
 
 def _pruned_before(source: ModelSource) -> str | None:
@@ -156,9 +173,7 @@ def _refuse_stale_results(
     run: RunDirectory,
 ) -> None:
     """Refuse results of other inputs before the costly step, not after it."""
-    if run.calibration.is_file():
-        existing = read_artifact(run.calibration, "calibration")
-        refuse_stale(calibration_lineage(source, calibration), existing.lineage, run.calibration)
+    calibration_there(source, calibration, run, strict=True)
     if run.selection.is_file():
         found = read_artifact(run.selection, "selection").lineage
         wanted = {**selection.document(), "kept_width": plan.width.width}

@@ -438,6 +438,4 @@ def load_selection(path: Path) -> Artifact:
     Raises:
         ArtifactError: it is missing, truncated, foreign or of a newer schema.
     """
-    if not path.is_file():
-        raise ArtifactError(f"there is no selection at {path}", "make one with `lapcli prune` or `lapcli select`")
     return read_artifact(path, "selection")
