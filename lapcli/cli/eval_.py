@@ -59,6 +59,7 @@ def run(
     bos: Annotated[
         str, typer.Option(help="Begin prompts with BOS: auto (as the tokenizer does), always, never.")
     ] = "auto",
+    compat: options.Compat = None,
     seed: options.Seed = 0,
     run_path: options.Run = options.DEFAULT_RUN,
     device: options.Device = "auto",
@@ -92,7 +93,7 @@ def run(
     chosen_options = EvaluationOptions(task_data=task_data, batch_size=batch_size, processes=ours)
     checks = [parse_check(text) for text in fail_if or ()]
     infos = parse_tasks(tasks)
-    models = _models(model, baseline, directory)
+    models = _compatible(_models(model, baseline, directory), compat)
     if checks:
         _check_checks(checks, infos, len(models))
 
@@ -159,6 +160,18 @@ def _raise_failures(evaluation: "Evaluation", checks: "list[Check]") -> None:
     found = failures(evaluation, checks)
     if found:
         raise CheckFailed("\n".join(found), "the results are written; they fail what --fail-if says")
+
+
+def _compatible(models: "list[tuple[str, ModelSource]]", compat: str | None) -> "list[tuple[str, ModelSource]]":
+    """The models, those that are a Q-Delta to be run as `compat` says; the last has to be one."""
+    from lapcli.families.source import with_compat
+
+    checked = with_compat(models[-1][1], compat)
+    others = [
+        (label, with_compat(source, compat if source.config.get("model_type") == "qdelta" else None))
+        for label, source in models[:-1]
+    ]
+    return [*others, (models[-1][0], checked)]
 
 
 def _models(model: str | None, baseline: str | None, run: "RunDirectory") -> "list[tuple[str, ModelSource]]":

@@ -47,6 +47,7 @@ def run(
     top_k: Annotated[
         int, typer.Option(help="Draw from so many likeliest tokens; 0: from all.", rich_help_panel=_SAMPLING)
     ] = 0,
+    compat: options.Compat = None,
     seed: options.Seed = 0,
     stop: Annotated[
         list[str] | None,
@@ -79,6 +80,7 @@ def run(
     """Print continuations as they come; several prompts come one after the other, each under its number."""
     from lapcli.cli import context, display
     from lapcli.families.loading import load_tokenizer
+    from lapcli.families.source import with_compat
     from lapcli.machine import Machine
     from lapcli.runtime.generation import encode_prompts, end_tokens, read_prompts
     from lapcli.runtime.settings import GenerationSettings
@@ -96,7 +98,7 @@ def run(
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"--batch-size {batch_size}: at least 1")
     texts = read_prompts(prompts) if prompts is not None else [_text(prompt or "")]
-    source = _model(model, context.run_directory(run_path))
+    source = with_compat(_model(model, context.run_directory(run_path)), compat)
     machine = Machine(
         device, dtype, _prompt_kernel(kernel), require_fast=require_fast, trust_remote_code=trust_remote_code
     )

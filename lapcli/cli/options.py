@@ -35,6 +35,13 @@ RequireFast = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that a model brings along.", rich_help_panel=_MACHINE)
 ]
+Compat = Annotated[
+    str | None,
+    typer.Option(
+        help="Q-Delta: released, for what its released kernels compute (docs/q-delta.md). Default: as its config says.",
+        rich_help_panel=_METHOD,
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.", rich_help_panel=_METHOD)]
 Json = Annotated[bool, typer.Option("--json", help="Result as JSON on stdout, alone.", rich_help_panel=_OUTPUT)]
 DryRun = Annotated[

@@ -1,5 +1,6 @@
 """`lapcli recover`: heal a pruned model by LoRA and distillation."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,10 @@ from lapcli.pipeline import stage
 if TYPE_CHECKING:
     from lapcli.artifacts import RunDirectory
     from lapcli.families.source import ModelSource
+    from lapcli.parallel import Processes
     from lapcli.recipe import RecoverySettings
+    from lapcli.reporting import Reporter
+    from lapcli.stages.conversion import ConversionPlan
     from lapcli.stages.recovery import RecoveryPlan
 
 _METHOD = "What the numbers depend on"
@@ -69,6 +73,16 @@ def run(
         bool, _option("Train the unpruned model by the same budget, into RUN/control.", "--control")
     ] = False,
     validation: Annotated[int | None, _option("Sequences held out for validation. Default: 64.")] = None,
+    add_query_feedback: Annotated[
+        bool,
+        _option(
+            "Make a Gated DeltaNet a Q-Delta first (RUN/converted), whose feedback begins at 0 and is trained in full.",
+            "--add-query-feedback",
+        ),
+    ] = False,
+    lambda_init: Annotated[
+        float | None, _option("With --add-query-feedback: what the feedback begins at instead, in (0, 1).")
+    ] = None,
     seed: Annotated[int | None, _option("Of LoRA's first values, of the order of text, and of recall.")] = None,
     gpus: Annotated[
         int | None, _option("Processes to start, a GPU each (with --device cpu: on the CPU).", panel=_MACHINE)
@@ -129,6 +143,7 @@ def run(
     from lapcli.machine import Machine
     from lapcli.stages.recovery import plan_recovery, recover_into
 
+    feedback = _feedback(student, settings, directory, add_query_feedback, lambda_init)
     reporter = display.DisplayReporter(quiet or as_json)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     check_processes(gpus, device, settings.batch)
@@ -136,10 +151,15 @@ def run(
     ours = processes()
     plan = plan_recovery(
         student, guide, settings, directory,
-        restart=restart, trust_remote_code=trust_remote_code, reporter=reporter, processes=ours,
+        restart=anew, trust_remote_code=trust_remote_code, reporter=reporter, processes=ours,
     )  # fmt: skip
+    anew = restart
+    if feedback is not None and not dry_run:
+        student = feedback.write(ours, overwrite=restart, reporter=reporter)
+    elif feedback is not None:
+        student, anew = feedback.stand_in(student, settings, restart)
     if dry_run:
-        _would_do(plan, as_json)
+        _would_do(plan, feedback, as_json)
         return
     if plan.finished is None and in_several(gpus):
         return
@@ -244,6 +264,79 @@ def _comes_from_a_demo(student: "ModelSource") -> bool:
     from lapcli.errors import LapcliError
     from lapcli.stages.recovery import teacher_of
 
+@dataclass(frozen=True)
+class _Feedback:
+    """The conversion on the way to a recovery.
+
+    Attributes:
+        plan: of the conversion.
+        place: where the converted model lies.
+        run: the run directory.
+    """
+
+    plan: "ConversionPlan"
+    place: Path
+    run: "RunDirectory"
+
+    def write(self, ours: "Processes", *, overwrite: bool, reporter: "Reporter") -> "ModelSource":
+        """The converted model, made by the leading process, for which all others wait."""
+        from lapcli.families.source import resolve_model
+        from lapcli.stages.conversion import convert_into
+
+        if ours.leader:
+            with self.run.lock():
+                convert_into(
+                    self.plan, self.place, overwrite=overwrite, reporter=reporter,
+                    mend="pass --restart to begin anew, or --run DIR to keep both",
+                )  # fmt: skip
+        ours.wait()
+        return resolve_model(str(self.place))
+
+    def stand_in(
+        self, student: "ModelSource", settings: "RecoverySettings", restart: bool
+    ) -> "tuple[ModelSource, bool]":
+        """What a plan can be made with where nothing may be written, and whether recovery begins anew.
+
+        That is the converted model where it is there already, else the one before conversion.
+
+        Raises:
+            ArtifactError: the run holds a recovery of another model.
+        """
+        from lapcli.errors import ArtifactError
+        from lapcli.families.source import resolve_model
+        from lapcli.stages.conversion import is_there
+
+        if is_there(self.plan, self.place):
+            return resolve_model(str(self.place)), restart
+        folder = self.run.control_recovery if settings.control else self.run.recovery
+        if folder.exists() and not restart:
+            raise ArtifactError(
+                f"{folder} holds a recovery of a model without query feedback",
+                "pass --restart to begin anew, or --run DIR to keep both",
+            )
+        return student, True
+
+
+def _feedback(
+    student: "ModelSource",
+    settings: "RecoverySettings",
+    run: "RunDirectory",
+    wanted: bool,
+    lambda_init: float | None,
+) -> _Feedback | None:
+    """The conversion that was asked for, checked; `None` where none was."""
+    from lapcli.errors import UsageError
+
+    if not wanted:
+        if lambda_init is not None:
+            raise UsageError("--lambda-init is about --add-query-feedback, which was not given", "give both or neither")
+        return None
+    from lapcli.stages.conversion import QDeltaSettings, plan_conversion
+
+    plan = plan_conversion(student, QDeltaSettings(lambda_init))
+    return _Feedback(plan, run.path / ("converted-control" if settings.control else "converted"), run)
+
+
     try:
         return teacher_of(student).is_demo
     except LapcliError:
@@ -270,17 +363,30 @@ def _check_machine(
             raise UsageError(error.message.replace("--device", "--teacher-device"), error.hint) from error
 
 
-def _would_do(plan: "RecoveryPlan", as_json: bool) -> None:
+def _would_do(plan: "RecoveryPlan", feedback: "_Feedback | None", as_json: bool) -> None:
     from lapcli.cli import display
 
-    document = plan.document()
+    document, converts = plan.document(), {}
+    if feedback is not None:
+        # Planned with the model before conversion: what is added is trained beside it.
+        converts = {"converts": {**feedback.plan.document(), "writes": str(feedback.place)}}
     if as_json:
-        display.emit({"dry_run": True, **document, "settings": plan.settings.document()})
+        display.emit({"dry_run": True, **converts, **document, "settings": plan.settings.document()})
         return
     training = plan.settings.training()
     share = plan.adapters.trained / max(plan.parameters, 1)
     facts = {
         "trains": f"{plan.student.name} ({plan.student.digest[:12]})",
+    if feedback is not None:
+        added = feedback.plan.parameters
+        display.facts(
+            "would convert first (nothing was done)",
+            {
+                "makes": f"a Q-Delta of {plan.student.name}, in {feedback.place}/",
+                "computes": feedback.plan.document()["computes"],
+                "trained beside what follows": f"{added:,} numbers of query feedback, in full",
+            },
+        )
         "teacher": "none" if plan.teacher is None else f"{plan.teacher.name} ({plan.teacher.digest[:12]})",
         "stateful layers": len(plan.adapters.layers),
         "trained": f"{plan.adapters.trained:,} of {plan.parameters:,} numbers ({share:.1%})",

@@ -95,11 +95,13 @@ class DeltaRuleMixer(nn.Module):
             a function.
         gated: whether the state decays.
         erasing: whether there is query feedback.
+        retrained: parameters of a subclass's own, by their names within it, that recovery trains in full.
         released: whether chunks are those of Q-Delta's released kernels (see `delta_rule`).
     """
 
     gated: bool
     erasing = False
+    retrained: tuple[str, ...] = ()
     released = False
     normalise_in_kernel = True
     watch: Callable[[RuleInputs], None] | None = None

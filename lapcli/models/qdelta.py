@@ -93,6 +93,9 @@ class QDeltaMixer(GatedDeltaNetMixer):
         self.lamb_gain: nn.Parameter | None = None
         if getattr(config, "lamb_gain", False):
             self.lamb_gain = nn.Parameter(torch.zeros(value_heads, dtype=torch.float32))
+        # What feedback is good for depends on keys and queries, of which pruning takes a part and which LoRA moves.
+        learned, gained = fixed is None, self.lamb_gain is not None
+        self.retrained = ("lamb_proj.weight",) * learned + ("lamb_gain",) * gained
 
     def query_feedback(self, hidden_states: Tensor, beta: Tensor) -> Tensor:
         """`sigmoid(W x - bias)`, or the fixed one, as `feedback_of` goes on with it."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 from lapcli.artifacts import Artifact, Lineage, read_artifact, read_document, refuse_foreign
 from lapcli.errors import ArtifactError
 from lapcli.families.registry import family_for
-from lapcli.families.source import ModelSource
+from lapcli.families.source import ModelSource, resolve_model
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 
 Result = TypeVar("Result")
@@ -118,7 +118,11 @@ def altered(source: ModelSource) -> bool:
         lineage = sliced_lineage(source.path)
     except ArtifactError:
         return False
-    return lineage is not None and lineage.record.get(OWN_DIGEST, source.digest) != source.digest
+    if lineage is None:
+        return False
+    # One that is to be run otherwise than its file says has a digest of its own.
+    stored = resolve_model(str(source.path)) if source.config.get("compat") is not None else source
+    return lineage.record.get(OWN_DIGEST, stored.digest) != stored.digest
 
 
 def refuse_stale(wanted: Lineage, existing: Lineage, path: Path, mend: str = STALE_HINT) -> None:

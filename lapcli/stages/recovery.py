@@ -155,13 +155,13 @@ class RecoveryResult:
 
 
 def teacher_of(student: ModelSource) -> ModelSource:
-    """The model that a slice was made from, as it was then.
+    """The model that a slice was made from, as it was then; of a converted model that was not pruned, the one before.
 
     Raises:
-        ArtifactError: lapcli did not slice it, or the model has changed since.
+        ArtifactError: lapcli did neither, or the model has changed since.
         ModelError: it is no longer where it was.
     """
-    made, lineage = student, sliced_lineage(student.path)
+    made, lineage, unconverted = student, sliced_lineage(student.path), None
     # What `lapcli train` made was pruned from nothing.
     while lineage is not None and lineage.settings.get("stage") != "training":
         name, revision, digest = (lineage.model.get(key) for key in ("name", "revision", "digest"))
@@ -180,10 +180,14 @@ def teacher_of(student: ModelSource) -> ModelSource:
             )
         if lineage.settings.get("stage") == "slicing":
             return origin
-        # Recovered before: what it was made from is the slice.
+        if lineage.settings.get("stage") == "conversion":
+            unconverted = origin
+        # Recovered or converted before: what it was made from is the slice.
         made, lineage = origin, sliced_lineage(origin.path)
     raise ArtifactError(
         f"{made.name} holds no {LINEAGE_FILE} that says what it was pruned from", "name that model with --teacher"
+    if unconverted is not None:
+        return unconverted
     )
 
 

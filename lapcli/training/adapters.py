@@ -1,4 +1,4 @@
-"""What recovery trains: LoRA on the projections that make q, k and v, and convolutions and norms in full.
+"""What recovery trains: LoRA on the projections that make q, k and v; convolutions, norms, query feedback in full.
 
 Only mixers that keep a state, and the norms of their blocks, are touched. Which modules those are follows from what a
 family declares and from the loaded model itself; each layer is counted and checked, so that no layer is left out
@@ -561,6 +561,8 @@ def _plan_layer(model: nn.Module, layer: StatefulLayer, lora: tuple[str, ...], f
     names = dict.fromkeys(
         f"{owner}.{name}" for owner, module in owners.items() for name, _parameter in module.named_parameters()
     )
+    # Of lapcli's own models what else they ask for (Q-Delta's feedback).
+    names |= dict.fromkeys(f"{layer.mixer}.{name}" for name in getattr(mixer, "retrained", ()))
     linears = [_linear(model.get_submodule(name), name) for name in lora]
     return LayerPlan(
         index=layer.index,

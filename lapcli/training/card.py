@@ -28,6 +28,7 @@ def recovery_card(
     if not settings.full:
         trained += " (" + ("q, k and v projections" if settings.targets is None else ", ".join(settings.targets))
         trained += "), short convolutions and norms in full"
+        trained += ", and query feedback" if student.config.get("model_type") == "qdelta" else ""
     loss = "cross entropy"
     if teacher is not None:
         loss += f" + {training.kl_weight:g} T^2 KL(teacher, student), T = {training.temperature:g}"
@@ -125,6 +126,7 @@ def _pruning(student: ModelSource) -> str:
     lineage = sliced_lineage(student.path)
     if lineage is None or lineage.settings.get("stage") == "training":
         return "none by lapcli"
-    if lineage.settings.get("stage") != "slicing":
-        return f"see the card of `{lineage.model.get('name')}`, which it was recovered from"
+    if (stage := lineage.settings.get("stage")) != "slicing":
+        made = "converted" if stage == "conversion" else "recovered"
+        return f"see the card of `{lineage.model.get('name')}`, which it was {made} from"
     return f"{lineage.settings.get('method')}, kept key width {lineage.settings.get('kept_width')}"

@@ -18,14 +18,14 @@ from lapcli.families.loading import load_model
 from lapcli.families.registry import family_for
 from lapcli.families.source import resolve_model
 from lapcli.stages.lineage import LINEAGE_FILE, sliced_lineage
-from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.slices import random_kept, sliced_by
 from lapcli.testing.stock_models import STOCK_MODELS, lay_convolutions, tiny_stock_model
 from lapcli.training import adapters, merging
 from lapkernels.testing import relative_error
 
 FP32 = 1e-5  # as the contract of families: a few hundred roundings of a sum
-OWN = {"gated_deltanet": tiny_gated_deltanet, "delta_net": tiny_delta_net}
+OWN = {"gated_deltanet": tiny_gated_deltanet, "delta_net": tiny_delta_net, "qdelta": tiny_qdelta}
 PACKED = {
     "qwen3_next": "in_proj_qkvz",
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp", "lara_mini"), "in_proj_qkv"),
@@ -34,6 +34,8 @@ PACKED = {
 VARIANTS = {
     **{name: (name, {}) for name in (*OWN, *STOCK_MODELS)},
     "delta_net-shared-filters": ("delta_net", {"head_shared_conv": True}),
+    "qdelta-gain": ("qdelta", {"lamb_gain": True, "num_v_heads": 4}),
+    "qdelta-fixed": ("qdelta", {"lamb_fixed": 0.5, "use_decay": False}),
     "gated_deltanet-sharded": ("gated_deltanet", {"max_shard_size": "60KB"}),
     "qwen3_5-multimodal-tied-sharded-bf16": (
         "qwen3_5",
@@ -146,6 +148,24 @@ def test_every_recurrent_layer_is_covered_and_nothing_else(source):
     assert not [name for name in trained if "expert" in name or "visual" in name or ".mlp." in name]
     assert sum(parameter.numel() for parameter in trained.values()) == plan.trained
     assert all(parameter.dtype == torch.float32 for parameter in trained.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [({"lamb_gain": True}, ["lamb_proj.weight", "lamb_gain"]), ({}, ["lamb_proj.weight"]), ({"lamb_fixed": 0.5}, [])],
+    ids=["with-a-gain", "learned", "fixed"],
+)
+def test_query_feedback_is_trained_in_full(tmp_path, config, wanted):
+    source = resolve_model(str(tiny_qdelta(tmp_path / "m", **config)))
+    model, plan = adapted(source, torch.bfloat16)
+    for layer in plan.layers:
+        found = [name.removeprefix(f"{layer.mixer}.") for name in layer.full if "lamb" in name]
+        assert found == wanted
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    trained = adapters.trained_parameters(model)
+    gains = [parameter for name, parameter in trained.items() if name.endswith(("lamb_gain", "lamb_proj.weight"))]
+    assert len(gains) == 2 * len(wanted)
+    assert all(gain.dtype == torch.float32 and gain.grad is not None for gain in gains)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])

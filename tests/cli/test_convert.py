@@ -1,0 +1,118 @@
+"""`lapcli convert`, and `lapcli recover --add-query-feedback`, which converts on the way."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from lapcli.testing.models import tiny_gated_deltanet
+
+SMALL = (
+    "--steps",
+    "3",
+    "--batch-size",
+    "2",
+    "--seq-len",
+    "48",
+    "--validation",
+    "2",
+    "--lora-rank",
+    "4",
+    "--lr",
+    "1e-2",
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_gated_deltanet(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": f"Line {i} says {i * i % 89}, and more. " * 3}) + "\n" for i in range(99))
+    )
+    return path
+
+
+def test_convert(lapcli, base, tmp_path):
+    output = tmp_path / "made"
+    code, out, err = lapcli("convert", base, "--to", "qdelta", "--output", output, "--dry-run", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["writes"] == str(output)
+    assert not output.exists()
+    code, out, err = lapcli("convert", base, "--to", "qdelta", "--output", output, "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert made["worked"]
+    assert {key: made[key] for key in ("added_tensors", "added_parameters")} == {
+        key: plan[key] for key in ("added_tensors", "added_parameters")
+    }
+    assert "the same function" in made["computes"]
+    code, out, err = lapcli("convert", base, "--to", "qdelta", "--output", output)
+    assert code == 0
+    assert "nothing to do" in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), 2, "--to is missing"),
+        (("--to", "mamba"), 2, "'mamba' is not known"),
+        (("--to", "qdelta"), 2, "--output is missing"),
+        (("--to", "qdelta", "--output", "x", "--lambda-init", "1"), 2, "between 0 and 1"),
+    ],
+    ids=["nothing", "unknown", "nowhere", "all-feedback"],
+)
+def test_what_is_asked_wrongly(lapcli, base, tmp_path, monkeypatch, arguments, code, said):
+    monkeypatch.chdir(tmp_path)
+    found, _out, err = lapcli("convert", base, *arguments)
+    assert found == code
+    assert said in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pruned_model_gets_query_feedback_on_its_way_to_recovery(lapcli, base, text, tmp_path):
+    run = tmp_path / "run"
+    code, _out, err = lapcli("prune", base, "--data", text, "--samples", 4, "--seq-len", 64, "--run", run, "--quiet")
+    assert code == 0, err
+    before = sorted(path.name for path in run.iterdir())
+    ask = ("recover", "--data", text, *SMALL, "--add-query-feedback", "--run", run)
+    code, out, err = lapcli(*ask, "--dry-run", "--json")
+    assert code == 0, err
+    dry = json.loads(out)
+    assert dry["converts"]["writes"] == str(run / "converted")
+    assert dry["teacher"] == str(base)
+    assert sorted(path.name for path in run.iterdir()) == before
+
+    code, out, err = lapcli(*ask, "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    added = dry["converts"]["added_parameters"]
+    code, out, _err = lapcli(*ask, "--dry-run", "--json")
+    planned = json.loads(out)
+    assert planned["finished"]
+    assert planned["trained_parameters"] == dry["trained_parameters"] + added
+    config = json.loads((Path(made["recovered"]) / "config.json").read_text())
+    assert (config["model_type"], config["head_dim"], config["lamb_gain"]) == ("qdelta", 16, True)
+    weights = load_file(Path(made["recovered"]) / "model.safetensors")
+    moved = {name: tensor for name, tensor in weights.items() if "lamb" in name}
+    assert len(moved) == 4
+    # Gains first; the projections once those are not zero.
+    assert all(tensor.abs().max() > 0 for tensor in moved.values())
+
+    # Without it, it would be another recovery; and another feedback another conversion.
+    plain = tuple(part for part in ask if part != "--add-query-feedback")
+    for arguments, said in ((plain, "--restart"), ((*ask, "--lambda-init", "0.2"), "lambda_init"),
+                            ((*plain, "--lambda-init", "0.2"), "--add-query-feedback")):  # fmt: skip
+        code, _out, err = lapcli(*arguments)
+        assert code in (1, 2)
+        assert said in err
+    code, _out, err = lapcli(*ask, "--model", run / "recovered")
+    assert code == 1
+    assert "Q-Delta already" in err
