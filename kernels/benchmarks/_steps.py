@@ -156,9 +156,16 @@ def _configs(text: str) -> list[StepConfig]:
     for part in text.split(","):
         tile, warps, splits, *more = part.split(":")
         evict = more[0] if more else ""
-        registers = int(more[1]) if len(more) > 1 else None
-        configs.append(StepConfig(int(tile), int(warps), int(splits), evict, registers))
+        registers = int(more[1]) if len(more) > 1 and more[1] else None
+        apart = len(more) > 2 and more[2] == "apart"
+        configs.append(StepConfig(int(tile), int(warps), int(splits), evict, registers, apart))
     return configs
+
+
+def _written(config: StepConfig) -> str:
+    """As `_configs` reads it."""
+    *parts, apart = config
+    return ":".join(["" if part is None else str(part) for part in parts] + ["apart"] * apart)
 
 
 def device_of_run() -> torch.device:
@@ -264,7 +271,7 @@ def run(
     def one(case: Case, impl: str, make: Any, config: StepConfig, is_chosen: bool) -> None:
         ours = impl == "triton"
         facts = {"case": case.name(), **vars(case), "impl": impl, "chosen": ours and is_chosen}
-        facts["config"] = ":".join("" if part is None else str(part) for part in config) if ours else ""
+        facts["config"] = _written(config) if ours else ""
         key = _kernel_key(case, config)
         if ours and key in wrong:
             return

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from _steps import COMPUTE, DTYPES, Case, parser, run
 
-from lapkernels.decoding.configs import StepConfig, choose_config, key_parts, power_of_two
+from lapkernels.decoding.configs import StepConfig, choose_apart, choose_config, key_parts, power_of_two
 from lapkernels.delta_step import delta_step
 from lapkernels.testing_steps import check_delta, delta_step_case
 
@@ -145,8 +145,9 @@ def gate(case: Case, config: StepConfig, device: torch.device) -> None:
 
 def chosen(case: Case, device: torch.device) -> StepConfig:
     """The table's choice."""
-    heads = case.batch * case.value_heads
-    return choose_config(case.key_width, case.value_width, heads, DTYPES[case.state].itemsize, device)
+    heads, size = case.batch * case.value_heads, DTYPES[case.state].itemsize
+    apart = choose_apart(case.key_width, case.value_width, heads, size)
+    return apart or choose_config(case.key_width, case.value_width, heads, size, device)
 
 
 def variants(case: Case) -> list[StepConfig]:
@@ -155,6 +156,10 @@ def variants(case: Case) -> list[StepConfig]:
         return ARGUMENTS.configs
     rows, found = sum(key_parts(case.key_width)), []
     size = DTYPES[case.state].itemsize
+    # Three kernels, the second of them small programs: the most telling first.
+    for tile, warps in ((32, 2), (32, 1), (64, 4), (64, 2), (128, 8), (128, 4), (16, 1)):
+        if rows * tile <= 160 * 32 * warps:
+            found.append(StepConfig(tile, warps, 1, "", None, True))
     for tile in (128, 64, 32, 16):
         splits = -(-case.value_width // tile)
         for warps in (8, 4, 2, 1):

@@ -50,14 +50,14 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-_compiling_only = False
-"""Whether launches compile for a device that is not there, and do no more; `lapkernels.offline` sets it."""
+_compiling_only: int | None = None
+"""The capability that launches compile for, where they do no more; `lapkernels.offline` sets it."""
 
 
-def set_compiling_only() -> None:
-    """Say that launches of this process only compile."""
+def set_compiling_only(capability: int) -> None:
+    """Say that launches of this process only compile, for such a device."""
     global _compiling_only
-    _compiling_only = True
+    _compiling_only = capability
 
 
 def kernels_can_run(device: torch.device | None = None) -> bool:
@@ -68,9 +68,22 @@ def kernels_can_run(device: torch.device | None = None) -> bool:
     """
     if triton_version() is None:
         return False
-    if is_interpreted() or _compiling_only:
+    if is_interpreted() or _compiling_only is not None:
         return True
     return torch.cuda.is_available() and (device is None or device.type == "cuda")
+
+
+@cache
+def may_begin_early(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one before it in its stream has ended (programmatic dependent launch).
+
+    GPUs can from capability 9 on, and CUDA graphs keep it. LAPKERNELS_WAIT=1 in the environment turns it off.
+    """
+    if is_interpreted() or os.environ.get("LAPKERNELS_WAIT") == "1":
+        return False
+    if _compiling_only is not None:
+        return _compiling_only >= 90
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @cache

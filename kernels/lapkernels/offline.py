@@ -76,7 +76,7 @@ def compile_only(capability: int) -> list[Any]:
         def get_active_torch_device(self) -> torch.device:
             return torch.device("cpu")
 
-    set_compiling_only()
+    set_compiling_only(capability)
     driver.set_active(Absent())  # pyright: ignore[reportArgumentType] -- of a driver's methods, compiling asks for these
     compiled: list[Any] = []
     run: Any = JITFunction.run

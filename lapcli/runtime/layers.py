@@ -234,8 +234,8 @@ class DeltaMixer:
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
         """The same with norm and sum."""
-        mixed = self._step(thin_linear(x, self.weight, norm=norm.normed), rows)
-        return thin_linear(mixed, self.output.weight, self.output.bias, residual=x, scale=scale)
+        mixed = self._step(thin_linear(x, self.weight, norm=norm.normed, ready=True), rows)
+        return thin_linear(mixed, self.output.weight, self.output.bias, residual=x, scale=scale, ready=True)
 
     def _step(self, projected: Tensor, rows: Rows) -> Tensor:
         """From all projections to what the output projection reads."""
@@ -294,8 +294,8 @@ class GatedMlp:
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
         """The same with norm and sum."""
-        inner = thin_linear(x, self.weight, self.bias, norm=norm.normed)[:, : 2 * self.width]
-        return thin_linear(inner, self.down.weight, self.down.bias, gated=True, residual=x, scale=scale)
+        inner = thin_linear(x, self.weight, self.bias, norm=norm.normed, ready=True)[:, : 2 * self.width]
+        return thin_linear(inner, self.down.weight, self.down.bias, gated=True, residual=x, scale=scale, ready=True)
 
 
 class Head:
@@ -318,7 +318,7 @@ class Head:
 
     def direct(self, x: Tensor, norm: Norm) -> Tensor:
         """The same with the norm."""
-        logits = thin_linear(x, self.linear.weight, self.linear.bias, norm=norm.normed, scale=self.scale)
+        logits = thin_linear(x, self.linear.weight, self.linear.bias, norm=norm.normed, scale=self.scale, ready=True)
         return logits.float() if self.widened else logits
 
 

@@ -74,8 +74,8 @@ class SsdMixer:
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
         """The same with norm and sum. (Where the input has a factor, the mixer is within a `Sum`, which has none.)"""
-        mixed = self._step(thin_linear(x, self.weight, self.bias, norm=norm.normed), rows)
-        return thin_linear(mixed, self.output.weight, self.output.bias, residual=x, scale=scale)
+        mixed = self._step(thin_linear(x, self.weight, self.bias, norm=norm.normed, ready=True), rows)
+        return thin_linear(mixed, self.output.weight, self.output.bias, residual=x, scale=scale, ready=True)
 
     def _step(self, projected: Tensor, rows: Rows) -> Tensor:
         """From all projections to what the output projection reads."""

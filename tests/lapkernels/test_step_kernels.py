@@ -33,6 +33,8 @@ INTERPRETED = {
             check_delta(name, "triton", torch.float32, batch=1, tokens=3, at_once=1 + number % 2,
                         config=configs[number % 4], value_major=number % 3 == 2,
                         state_dtype=torch.bfloat16 if number % 5 == 3 else None)
+            check_delta(name, "triton", torch.float32, batch=1, tokens=3, value_major=number % 3 == 1,
+                        config=StepConfig((8, 4, 2)[number % 3], 1 + number % 2, 1, apart=True))
         """,
     "ssd": """
         configs = [StepConfig(8, 1, 1), StepConfig(4, 2, 2)]
@@ -49,15 +51,20 @@ INTERPRETED = {
                            (ssd_step, ssd_step_case(batch=1, groups=1, heads=2, norm_groups=1, state_width=6))):
             case = case.to(torch.float32)
             states = {}
-            for impl in ("reference", "triton"):
+            ways = [("reference", None), ("triton", None)]
+            if step is delta_step:
+                ways.append(("three kernels", StepConfig(4, 1, 1, apart=True)))
+            for impl, config in ways:
                 state, conv = torch.ones_like(case.state(3), dtype=torch.bfloat16), case.conv(3)
                 conv.inputs.zero_()
-                step(**case.tokens(0, 1), **case.constants(), state=state, conv=conv, impl=impl,
-                     position=torch.tensor([9]), slots=torch.tensor([2]), rounding_seed=torch.tensor([77]))
+                step(**case.tokens(0, 1), **case.constants(), state=state, conv=conv, config=config,
+                     impl="reference" if impl == "reference" else "triton", position=torch.tensor([9]),
+                     slots=torch.tensor([2]), rounding_seed=torch.tensor([77]))
                 states[impl] = state
             # Sums in another order may fall on another side of a boundary, once in a while.
-            same = (states["reference"] == states["triton"]).float().mean()
-            assert same > 0.98, same
+            for impl in states:
+                same = (states["reference"] == states[impl]).float().mean()
+                assert same > 0.98, (impl, same)
             assert len(states["triton"][2].unique()) > 2
 
         # A workspace of one's own serves, and one that is too small is refused.
@@ -143,11 +150,11 @@ def test_what_the_table_chooses_compiles(capability, count):
             found.append([config, resources(compiled[-1])])
         # What the table seldom chooses, tile after tile among it: seen to compile.
         case = delta_step_case(batch=1, tokens=1, key_width=32, value_width=64).to(torch.bfloat16)
-        for config in ((16, 1, 1), (16, 2, 1), (16, 1, 4)):
+        for config in ((16, 1, 1), (16, 2, 1), (16, 1, 4), (8, 1, 1, "", None, True)):
             delta_step(**case.tokens(0, 1), **case.constants(), state=case.state(1, torch.float32, value_major=False),
                  conv=case.conv(1), position=torch.tensor([3]), slots=torch.tensor([0]), config=StepConfig(*config),
                  impl="triton")
-        assert len(compiled) == len(found) + 3
+        assert len(compiled) == len(found) + 6
         print(json.dumps(found))
         """
     found = json.loads(run("-c", textwrap.dedent(program), interpreted=False))

@@ -25,6 +25,7 @@ WAYS = {
     "a tile a head, eight warps": StepConfig(8, 8, 1),
     "tile after tile": StepConfig(2, 1, 1),
     "programs that meet": StepConfig(2, 2, 4),
+    "three kernels": StepConfig(2, 1, 1, apart=True),
 }
 
 
@@ -37,7 +38,7 @@ def test_delta_step(name, dtype, state_dtype, way, at_once):
 
 
 @pytest.mark.parametrize("at_once", [1, 3], ids="T{}".format)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "three kernels"])
 @pytest.mark.parametrize(("dtype", "state_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16)], ids=["32", "16", "16/16"])
 @pytest.mark.parametrize("name", SSD_CASES)
 def test_ssd_step(name, dtype, state_dtype, way, at_once):
@@ -56,7 +57,8 @@ def test_widths(key_width, value_width, state_dtype):
     large = {32: StepConfig(128, 2, 1), 256: StepConfig(64, 8, 8)}.get(
         key_width, StepConfig(64, 4, -(-value_width // 64))
     )
-    for config in (None, large, large._replace(registers=128, evict="evict_first")):
+    apart = [StepConfig(tile, 1, 1, apart=True) for tile in (8, 16)]
+    for config in (None, large, large._replace(registers=128, evict="evict_first"), *apart):
         check_delta(
             "as in Gated DeltaNet", "triton", BF16, "cuda", state_dtype=state_dtype, config=config,
             key_width=key_width, value_width=value_width, key_heads=2, value_heads=4,
@@ -79,7 +81,7 @@ def test_more_heads_than_a_grid_axis_has_room_for():
     rows = 40000
     state, alone = torch.full((rows, 2, 16, 16), 0.5, device="cuda"), torch.full((1, 2, 16, 16), 0.5, device="cuda")
     given = {name: x.expand(rows, *x.shape[1:]) for name, x in case.tokens(0, 1).items() if x is not None}
-    for config in (StepConfig(16, 1, 1), StepConfig(4, 1, 4)):
+    for config in (StepConfig(16, 1, 1), StepConfig(4, 1, 4), StepConfig(8, 1, 1, apart=True)):
         out = delta_step(**given, **case.constants(), state=state, config=config)
         one = delta_step(**case.tokens(0, 1), **case.constants(), state=alone, config=config)
         assert torch.equal(out, one.expand_as(out))

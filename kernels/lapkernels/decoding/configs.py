@@ -15,6 +15,7 @@ class StepConfig(NamedTuple):
         splits: programs that share a head; each takes every tile of its part in turn.
         evict: how the state passes the caches: `""`, `evict_first` or `evict_last`.
         registers: the most that a thread may have; `None` for what the compiler likes.
+        apart: whether filters, norms and gates are kernels of their own; the delta step alone, one token a row.
     """
 
     tile: int
@@ -22,6 +23,7 @@ class StepConfig(NamedTuple):
     splits: int
     evict: str = ""
     registers: int | None = None
+    apart: bool = False
 
     def tiles(self, value_width: int) -> int:
         """Tiles that each program takes."""
@@ -116,3 +118,28 @@ def choose_config(
     fits = (most for numbers, most in REGISTERS[state_bytes] if held <= numbers and columns_contiguous)
     registers = next(fits, None)
     return StepConfig(tile, warps, -(-value_width // tile), registers=registers)
+
+
+APART = 16 * 2**20
+"""Bytes of state in a step from which three kernels are faster than one: less is over before the first of them is."""
+
+
+def choose_apart(key_width: int, value_width: int, heads: int, state_bytes: int) -> StepConfig | None:
+    """The configuration of a step by three kernels; `None` where one does better.
+
+    Small programs are many, and have their part of the state under way while they wait for anything else: each
+    thread holds 64 numbers of it, each row of a tile is one line of memory.
+
+    Args:
+        key_width: K.
+        value_width: V, contiguous in the pool.
+        heads: rows times value heads.
+        state_bytes: of a number of the state.
+    """
+    if heads * key_width * value_width * state_bytes < APART:
+        return None
+    tile = min(128 // state_bytes, power_of_two(value_width))
+    warps = 1
+    while warps < 8 and sum(key_parts(key_width)) * tile > 64 * 32 * warps:
+        warps *= 2
+    return StepConfig(tile, warps, 1, apart=True)

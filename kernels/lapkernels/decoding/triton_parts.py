@@ -5,6 +5,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
     "activate",
@@ -21,7 +22,21 @@ __all__ = [
     "sigmoid",
     "softplus",
     "store_tile",
+    "take_turn",
+    "tile_rows",
 ]
+
+
+@triton.jit
+def take_turn(EARLY: tl.constexpr):
+    """Wait for the kernel before this one, then let the next one begin.
+
+    In this order no more than two kernels that follow one another run at once: what the one before the last wrote is
+    there before this call, what the last one wrote only after it. EARLY: whether launches may begin early.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -140,6 +155,13 @@ def normed_and_gated(x, weight, gate, width, eps, NORM: tl.constexpr, GATE: tl.c
     if GATE:
         x = x * activate(gate, SIGMOID)
     return x
+
+
+@triton.jit
+def tile_rows(FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr):
+    """Rows FIRST .. FIRST + N of a state in the order in which threads hold them, [N]: see `tile_offsets`."""
+    number = tl.arange(0, N)
+    return FIRST + (number % ROWS) * (N // ROWS) + number // ROWS
 
 
 @triton.jit

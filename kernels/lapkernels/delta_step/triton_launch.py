@@ -5,10 +5,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.configs import StepConfig, choose_config, key_parts, power_of_two
+from lapkernels._triton import may_begin_early
+from lapkernels.decoding.configs import StepConfig, choose_apart, choose_config, key_parts, power_of_two
 from lapkernels.decoding.rows import ConvState, check_kept_dtype
 from lapkernels.decoding.workspace import Workspace, meeting_place
+from lapkernels.delta_step.triton_passes import (
+    GATES,
+    delta_inputs_kernel,
+    delta_outputs_kernel,
+    delta_states_kernel,
+)
 from lapkernels.delta_step.triton_step import delta_step_kernel
+
+_WIDEST = 512
+"""Channels of v that a program filters."""
 
 
 def delta_step_triton(
@@ -43,12 +53,19 @@ def delta_step_triton(
     value_heads, value_width = v.shape[2:]
     heads = batch * value_heads
     contiguous = state.stride(3) == 1
+    if config is None and contiguous and time == 1 and commit is None:
+        config = choose_apart(key_width, value_width, heads, state.element_size())
     if config is None:
         config = choose_config(
             key_width, value_width, heads, state.element_size(), q.device, columns_contiguous=contiguous
         )
     tiles = config.tiles(value_width)
     check_kept_dtype(state)
+    if config.apart and time == 1 and commit is None:
+        return _three_passes(
+            config, q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight,
+            norm_eps, gate_activation, lamb, strength, scale, qk_l2norm, silu, rounding_seed,
+        )  # fmt: skip
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     counters = scratch = out
     held = norm_weight is not None and tiles > 1 and time == 1 and config.splits == 1
@@ -59,9 +76,7 @@ def delta_step_triton(
     inputs, weight, bias = (none, none, None) if conv is None else (conv.inputs, conv.weight, conv.bias)
     parts = key_parts(key_width)
     rows = config.rows_at_once(parts, state.element_size(), contiguous)
-
-    def strides(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
-        return (0,) * axes if tensor is None else tensor.stride()[:axes]
+    early = may_begin_early(q.device)
 
     def pointer(tensor: Tensor | None) -> Tensor:
         return none if tensor is None else tensor
@@ -72,8 +87,8 @@ def delta_step_triton(
             q, k, v, pointer(b), pointer(a), pointer(lamb), pointer(gate), out, state, inputs, weight, pointer(bias),
             pointer(A_log), pointer(dt_bias), pointer(norm_weight), pointer(position), pointer(slots), pointer(commit),
             pointer(rounding_seed), counters, scratch,
-            *strides(q, 3), *strides(k, 3), *strides(v, 3), *strides(b, 2), *strides(a, 3), *strides(lamb, 2),
-            *strides(gate, 3), *state.stride()[:2], *inputs.stride()[:2], *weight.stride()[:2],
+            *_strides(q, 3), *_strides(k, 3), *_strides(v, 3), *_strides(b, 2), *_strides(a, 3), *_strides(lamb, 2),
+            *_strides(gate, 3), *state.stride()[:2], *inputs.stride()[:2], *weight.stride()[:2],
             scale, strength, norm_eps, 0.0 if decay_lower_bound is None else decay_lower_bound,
             H=key_heads, HV=value_heads, K=key_width, V=value_width, T=time,
             W=0 if conv is None else conv.width, R=1 if conv is None else conv.ring,
@@ -86,7 +101,102 @@ def delta_step_triton(
             NORM=norm_weight is not None, GATE=gate is not None, SIGMOID=gate_activation == "sigmoid",
             POSITION=position is not None, SLOTS=slots is not None, COMMIT=commit is not None,
             STOCHASTIC=rounding_seed is not None, GATHER=config.gathers(key_width),
-            EVICT=config.evict,
-            num_warps=config.warps, maxnreg=config.registers,
+            EVICT=config.evict, EARLY=early, num_warps=config.warps, maxnreg=config.registers, launch_pdl=early,
         )  # fmt: skip
     return out
+
+
+def _three_passes(
+    config: StepConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    b: Tensor | None,
+    a: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    decay_lower_bound: float | None,
+    conv: ConvState | None,
+    position: Tensor | None,
+    slots: Tensor | None,
+    gate: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    gate_activation: str,
+    lamb: Tensor | None,
+    strength: float,
+    scale: float,
+    qk_l2norm: bool,
+    silu: tuple[bool, bool, bool],
+    rounding_seed: Tensor | None,
+) -> Tensor:
+    """One token a row by the kernels of `triton_passes`."""
+    batch, _, key_heads, key_width = q.shape
+    value_heads, value_width = v.shape[2:]
+    heads, wide = batch * value_heads, power_of_two(key_width)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    none = out
+    decay = 0 if a is None else a.ndim - 2
+    all_keys = batch * key_heads * key_width
+    keys, products, values, gates, factors = _scratch(
+        q.device, 2 * all_keys, batch * key_heads, heads * value_width, heads * int(GATES),
+        heads * key_width if decay == 2 else 0,
+    )  # fmt: skip
+    inputs, weight, bias = (none, none, None) if conv is None else (conv.inputs, conv.weight, conv.bias)
+    parts = key_parts(key_width)
+    rows = config.rows_at_once(parts, state.element_size(), state.stride(3) == 1)
+    block = min(_WIDEST, power_of_two(value_width))
+    blocks = -(-value_width // block)
+    splits = -(-value_width // config.tile)
+    early = may_begin_early(q.device)
+    shape = {"H": key_heads, "HV": value_heads, "K": key_width, "V": value_width}
+    known = {"POSITION": position is not None, "SLOTS": slots is not None, "EARLY": early, "launch_pdl": early}
+
+    def pointer(tensor: Tensor | None) -> Tensor:
+        return none if tensor is None else tensor
+
+    place = pointer(position), pointer(slots)
+    first: Any = delta_inputs_kernel[(batch * (key_heads + value_heads * blocks),)]
+    second: Any = delta_states_kernel[(heads * splits,)]
+    third: Any = delta_outputs_kernel[(heads,)]
+    with torch.cuda.device(q.device.index if q.is_cuda else -1):
+        first(
+            q, k, v, pointer(b), pointer(a), pointer(lamb), inputs, weight, pointer(bias), pointer(A_log),
+            pointer(dt_bias), *place, keys, products, values, gates, factors,
+            q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), *_strides(b, 1),
+            *_strides(a, 3)[::2], *_strides(lamb, 1), *inputs.stride()[:2], *weight.stride()[:2],
+            scale, strength, 0.0 if decay_lower_bound is None else decay_lower_bound, all_keys,
+            **shape, KN=wide, BW=block, BLOCKS=blocks, W=0 if conv is None else conv.width,
+            R=1 if conv is None else conv.ring, BIAS=bias is not None, SILU_Q=silu[0], SILU_K=silu[1], SILU_V=silu[2],
+            L2NORM=qk_l2norm, WRITE=b is not None, DECAY=decay, RATED=A_log is not None, DT_BIAS=dt_bias is not None,
+            BOUNDED=decay_lower_bound is not None, LAMBDA=lamb is not None, **known,
+            num_warps=max(1, min(4, max(wide, block) // 128)),
+        )  # fmt: skip
+        second(
+            state, keys, products, values, gates, factors, *place, pointer(rounding_seed),
+            *state.stride()[:2], all_keys, **shape, STRIDE_K=state.stride(2), STRIDE_V=state.stride(3),
+            K0=parts[0], K1=parts[1], K2=parts[2], ROWS0=rows[0], ROWS1=rows[1], ROWS2=rows[2], BV=config.tile,
+            SPLITS=splits, DECAY=decay, LAMBDA=lamb is not None, STOCHASTIC=rounding_seed is not None,
+            EVICT=config.evict, **known, num_warps=config.warps, maxnreg=config.registers,
+        )  # fmt: skip
+        third(
+            values, pointer(gate), pointer(norm_weight), out, *place, *_strides(gate, 3)[::2], norm_eps,
+            HV=value_heads, V=value_width, V2=power_of_two(value_width), NORM=norm_weight is not None,
+            GATE=gate is not None, SIGMOID=gate_activation == "sigmoid", **known,
+            num_warps=max(1, min(8, power_of_two(value_width) // 128)),
+        )  # fmt: skip
+    return out
+
+
+def _scratch(device: torch.device, *counts: int) -> list[Tensor]:
+    """So many fp32 numbers each, every one aligned, in one allocation."""
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + -(-count // 32) * 32)
+    whole = torch.empty(ends[-1], dtype=torch.float32, device=device)
+    return [whole[start : start + count] for start, count in zip(ends, counts, strict=False)]
+
+
+def _strides(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
+    return (0,) * axes if tensor is None else tensor.stride()[:axes]

@@ -19,6 +19,7 @@ from lapkernels.decoding.triton_parts import (
     sigmoid,
     softplus,
     store_tile,
+    take_turn,
 )
 
 
@@ -33,7 +34,7 @@ def _log_decay(a, rate, bias, lower_bound, RATED: tl.constexpr, BOUNDED: tl.cons
 
 
 @triton.jit
-def _gates(b_ptr, a_ptr, dt_bias_ptr, rate, strength, lower_bound, WRITE: tl.constexpr, DECAY: tl.constexpr,
+def gates_of(b_ptr, a_ptr, dt_bias_ptr, rate, strength, lower_bound, WRITE: tl.constexpr, DECAY: tl.constexpr,
            RATED: tl.constexpr, DT_BIAS: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
     """A head's write strength and its factor of decay, 1 where it has none of its own."""
     beta = strength
@@ -50,7 +51,7 @@ def _gates(b_ptr, a_ptr, dt_bias_ptr, rate, strength, lower_bound, WRITE: tl.con
 
 
 @triton.jit
-def _channel_decay(a_ptr, dt_bias_ptr, rate, lower_bound, K: tl.constexpr, N: tl.constexpr, RATED: tl.constexpr,
+def channel_decay(a_ptr, dt_bias_ptr, rate, lower_bound, K: tl.constexpr, N: tl.constexpr, RATED: tl.constexpr,
                    DT_BIAS: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
     """The factors of the key channels, N of which K count."""
     at = tl.arange(0, N)
@@ -78,7 +79,7 @@ def delta_step_kernel(
     WRITE: tl.constexpr, DECAY: tl.constexpr, RATED: tl.constexpr, DT_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
     LAMBDA: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr,
     POSITION: tl.constexpr, SLOTS: tl.constexpr, COMMIT: tl.constexpr, STOCHASTIC: tl.constexpr,
-    GATHER: tl.constexpr, EVICT: tl.constexpr,
+    GATHER: tl.constexpr, EVICT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: TILES tiles of BV value channels of one value head of one row, all K channels of each.
 
@@ -86,6 +87,7 @@ def delta_step_kernel(
     two, the last masked), so that K = 96 is 64 + 32 and not 128. Where several programs share a head and there is a
     norm, each leaves what it read in the scratch, and the last to arrive does the norm and the gate for all.
     """
+    take_turn(EARLY)
     pid = tl.program_id(0)
     split = pid % SPLITS
     head = (pid // SPLITS) % HV
@@ -174,10 +176,10 @@ def delta_step_kernel(
         held = tl.arange(0, TILES2)[:, None] * BV + columns[None, :]
         held_weight, held_gate = norm_and_gate(norm_ptr + held, gate_ptr + held, held < V, NORM, GATE)
     if T == 1:
-        beta, decay = _gates(b_ptr, a_ptr, dt_bias_ptr, rate, strength, lower_bound, WRITE, DECAY, RATED, DT_BIAS,
+        beta, decay = gates_of(b_ptr, a_ptr, dt_bias_ptr, rate, strength, lower_bound, WRITE, DECAY, RATED, DT_BIAS,
                              BOUNDED)  # fmt: skip
         if DECAY == 2:
-            factors = _channel_decay(a_ptr, dt_bias_ptr, rate, lower_bound, K, KN, RATED, DT_BIAS, BOUNDED)
+            factors = channel_decay(a_ptr, dt_bias_ptr, rate, lower_bound, K, KN, RATED, DT_BIAS, BOUNDED)
         q, k = filter_pair(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc, weight_sw,
                            q_bias, k_bias, 0, position, keeps & (commit > 0), K, KN, T, W, R, BIAS, SILU_Q,
                            SILU_K)  # fmt: skip
@@ -200,10 +202,10 @@ def delta_step_kernel(
                 if not LEFT and not HELD:
                     weight, gate = norm_and_gate(norm_ptr + at, gate_ptr + t * gate_st + at, inside, NORM, GATE)
             if T > 1:
-                beta, decay = _gates(b_ptr + t * b_st, a_ptr + t * a_st, dt_bias_ptr, rate, strength, lower_bound,
+                beta, decay = gates_of(b_ptr + t * b_st, a_ptr + t * a_st, dt_bias_ptr, rate, strength, lower_bound,
                                      WRITE, DECAY, RATED, DT_BIAS, BOUNDED)  # fmt: skip
                 if DECAY == 2:
-                    factors = _channel_decay(a_ptr + t * a_st, dt_bias_ptr, rate, lower_bound, K, KN, RATED, DT_BIAS,
+                    factors = channel_decay(a_ptr + t * a_st, dt_bias_ptr, rate, lower_bound, K, KN, RATED, DT_BIAS,
                                              BOUNDED)  # fmt: skip
                 q, k = filter_pair(q_ptr, k_ptr, q_st, k_st, q_ring, k_ring, ring_sr, q_weight, k_weight, weight_sc,
                                    weight_sw, q_bias, k_bias, t, position, keeps & (t < commit) & (tile == 0), K, KN,

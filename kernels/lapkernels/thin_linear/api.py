@@ -64,6 +64,7 @@ def thin_linear(
     gated: bool = False,
     residual: Tensor | None = None,
     scale: float = 1.0,
+    ready: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """`residual + scale (f(x) W^T + bias)`, where `f` is an RMS norm, SwiGLU or nothing.
@@ -79,6 +80,8 @@ def thin_linear(
         gated: whether `f(x)` is `silu(gate) * up`.
         residual: `[B, N]`, what the result is added to.
         scale: factor on the result.
+        ready: whether the matrix was there before the kernel that was launched last, as a model's is: then it may be
+            read while that one still runs. Nothing changes on a GPU that cannot begin a kernel early.
         impl: `auto` (see `select_impl`), `reference` or `triton`.
 
     Returns:
@@ -98,5 +101,5 @@ def thin_linear(
         # Here, since it imports triton.
         from lapkernels.thin_linear.triton_thin import thin_linear_triton
 
-        return thin_linear_triton(x, weight, bias, *parts, gated, residual, scale)
+        return thin_linear_triton(x, weight, bias, *parts, gated, residual, scale, ready)
     return thin_linear_reference(x, weight, bias, *parts, gated, residual, scale)

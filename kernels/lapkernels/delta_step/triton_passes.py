@@ -1,0 +1,228 @@
+"""The step as three Triton kernels, for batches whose states take long: inputs, states, outputs.
+
+Filters, norms and gates want whole heads; a state wants as many small programs as can be had, each of which asks for
+its tile at once and waits for nothing else first. Together in one kernel they hold each other up. Apart, the kernels
+around the state begin and end within its time, where the device can begin a kernel before the last one has ended.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# The language of kernels is not quite Python: its tensors have no types, its constants are ones when it is compiled.
+
+import triton
+import triton.language as tl
+
+from lapkernels.decoding.triton_parts import (
+    add2,
+    add3,
+    filter_pair,
+    filter_token,
+    load_tile,
+    mix_bits,
+    norm_and_gate,
+    normed_and_gated,
+    store_tile,
+    take_turn,
+    tile_rows,
+)
+from lapkernels.delta_step.triton_step import channel_decay, gates_of
+
+GATES: tl.constexpr = tl.constexpr(4)
+"""Numbers of a head: write strength, decay, query feedback, and one that is not used, for the alignment."""
+
+
+@triton.jit
+def delta_inputs_kernel(
+    q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, lamb_ptr, ring_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
+    position_ptr, slots_ptr, keys_ptr, products_ptr, values_ptr, gates_ptr, factors_ptr,
+    q_sb, q_sh, k_sb, k_sh, v_sb, v_sh, b_sb, a_sb, a_sh, lamb_sb, ring_ss, ring_sr, weight_sc, weight_sw,
+    scale, strength, lower_bound, all_keys,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KN: tl.constexpr, BW: tl.constexpr,
+    BLOCKS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr, SILU_Q: tl.constexpr,
+    SILU_K: tl.constexpr, SILU_V: tl.constexpr, L2NORM: tl.constexpr, WRITE: tl.constexpr, DECAY: tl.constexpr,
+    RATED: tl.constexpr, DT_BIAS: tl.constexpr, BOUNDED: tl.constexpr, LAMBDA: tl.constexpr, POSITION: tl.constexpr,
+    SLOTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program: q and k of a key head of a row, or BW channels of v and the gates of a value head.
+
+    keys: [2, B, H, K], q with its scale and k.  products: [B, H], their products.  values: [B, HV, V].  gates:
+    [B, HV, 4].  factors: [B, HV, K], decays of key channels.
+    """
+    take_turn(EARLY)
+    PARTS: tl.constexpr = H + HV * BLOCKS
+    pid = tl.program_id(0)
+    row, part = (pid // PARTS).to(tl.int64), pid % PARTS
+    slot = row
+    if SLOTS:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+    position = 0
+    if POSITION:
+        position = tl.load(position_ptr + row).to(tl.int32)
+    if (slot < 0) | (position < 0):
+        return
+    ring_ptr += slot * ring_ss
+    if part < H:
+        q, k = filter_pair(
+            q_ptr + row * q_sb + part * q_sh, k_ptr + row * k_sb + part * k_sh, 0, 0, ring_ptr + part * K,
+            ring_ptr + (H + part) * K, ring_sr, weight_ptr + part * K * weight_sc,
+            weight_ptr + (H + part) * K * weight_sc, weight_sc, weight_sw, bias_ptr + part * K,
+            bias_ptr + (H + part) * K, 0, position, True, K, KN, 1, W, R, BIAS, SILU_Q, SILU_K,
+        )  # fmt: skip
+        qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, add3)
+        q_unit = scale
+        k_unit = 1.0
+        if L2NORM:
+            q_unit = scale * tl.rsqrt(qq + 1e-6)
+            k_unit = tl.rsqrt(kk + 1e-6)
+        key = tl.arange(0, KN)
+        place = keys_ptr + (row * H + part) * K + key
+        tl.store(place, q * q_unit, mask=key < K)
+        tl.store(place + all_keys, k * k_unit, mask=key < K)
+        tl.store(products_ptr + row * H + part, qk * q_unit * k_unit)
+    else:
+        head, block = (part - H) // BLOCKS, (part - H) % BLOCKS
+        at = block * BW + tl.arange(0, BW)
+        inside = at < V
+        channel = 2 * H * K + head * V + at
+        raw, v = filter_token(v_ptr + row * v_sb + head * v_sh + at, 0, ring_ptr + channel, ring_sr,
+                              weight_ptr + channel * weight_sc, weight_sw, bias_ptr + channel, inside, 0, position, 1,
+                              W, R, BIAS, SILU_V)  # fmt: skip
+        if W > 0:
+            tl.store(ring_ptr + channel + (position % R) * ring_sr, raw, mask=inside)
+        tl.store(values_ptr + (row * HV + head) * V + at, v, mask=inside)
+        if block == 0:
+            rate = 0.0
+            if RATED:
+                rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+            a_own = a_ptr + row * a_sb + head * a_sh
+            bias_own = dt_bias_ptr + head * (K if DECAY == 2 else 1)
+            beta, decay = gates_of(b_ptr + row * b_sb + head, a_own, bias_own, rate, strength, lower_bound, WRITE,
+                                   DECAY, RATED, DT_BIAS, BOUNDED)  # fmt: skip
+            own = gates_ptr + (row * HV + head) * GATES
+            tl.store(own, beta)
+            tl.store(own + 1, decay)
+            if LAMBDA:
+                # Of what is read with the scale.
+                tl.store(own + 2, tl.load(lamb_ptr + row * lamb_sb + head).to(tl.float32) / scale)
+            if DECAY == 2:
+                factors = channel_decay(a_own, bias_own, rate, lower_bound, K, KN, RATED, DT_BIAS, BOUNDED)
+                number = tl.arange(0, KN)
+                tl.store(factors_ptr + (row * HV + head) * K + number, factors, mask=number < K)
+
+
+@triton.jit
+def delta_states_kernel(
+    state_ptr, keys_ptr, products_ptr, values_ptr, gates_ptr, factors_ptr, position_ptr, slots_ptr, seed_ptr,
+    state_ss, state_sh, all_keys,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, ROWS0: tl.constexpr,
+    ROWS1: tl.constexpr, ROWS2: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr, DECAY: tl.constexpr,
+    LAMBDA: tl.constexpr, POSITION: tl.constexpr, SLOTS: tl.constexpr, STOCHASTIC: tl.constexpr, EVICT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program: BV value channels of a value head of a row, all K channels. What it reads takes the place of v."""
+    pid = tl.program_id(0)
+    split, head, row = pid % SPLITS, (pid // SPLITS) % HV, (pid // (SPLITS * HV)).to(tl.int64)
+    columns = split * BV + tl.arange(0, BV)
+    WHOLE: tl.constexpr = V == BV * SPLITS
+    slot = row
+    if SLOTS:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+    position = 0
+    old = row >= 0
+    if POSITION:
+        position = tl.load(position_ptr + row).to(tl.int32)
+        old = position > 0
+    live = (slot >= 0) & (position >= 0)
+    old = old & live
+    state_ptr += slot * state_ss + head * state_sh
+    s0 = load_tile(state_ptr, columns, old, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+    if K1 > 0:
+        s1 = load_tile(state_ptr, columns, old, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+    if K2 > 0:
+        s2 = load_tile(state_ptr, columns, old, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
+    # The state is on its way while the kernel before this one ends: it writes none of it.
+    take_turn(EARLY)
+    if not live:
+        return
+
+    own = row * HV + head
+    q_ptr = keys_ptr + (row * H + head // (HV // H)) * K
+    k_ptr = q_ptr + all_keys
+    q0, k0 = _of_rows(q_ptr, 0, K0, ROWS0, K), _of_rows(k_ptr, 0, K0, ROWS0, K)
+    if K1 > 0:
+        q1, k1 = _of_rows(q_ptr, K0, K1, ROWS1, K), _of_rows(k_ptr, K0, K1, ROWS1, K)
+    if K2 > 0:
+        q2, k2 = _of_rows(q_ptr, K0 + K1, K2, ROWS2, K), _of_rows(k_ptr, K0 + K1, K2, ROWS2, K)
+    inside = columns < V
+    values_ptr += own * V + columns
+    v = tl.load(values_ptr, mask=inside, other=0.0)
+    gates_ptr += own * GATES
+    beta, decay = tl.load(gates_ptr), tl.load(gates_ptr + 1)
+    if DECAY == 2:
+        factors_ptr += own * K
+        s0 *= _of_rows(factors_ptr, 0, K0, ROWS0, K)
+        if K1 > 0:
+            s1 *= _of_rows(factors_ptr, K0, K1, ROWS1, K)
+        if K2 > 0:
+            s2 *= _of_rows(factors_ptr, K0 + K1, K2, ROWS2, K)
+
+    # Both reductions are of the state before the write: S_new^T q = S^T q + (k . q) u.
+    found, read = tl.reduce((s0 * k0, s0 * q0), 0, add2)
+    if K1 > 0:
+        found1, read1 = tl.reduce((s1 * k1, s1 * q1), 0, add2)
+        found += found1
+        read += read1
+    if K2 > 0:
+        found2, read2 = tl.reduce((s2 * k2, s2 * q2), 0, add2)
+        found += found2
+        read += read2
+    read *= decay
+    found *= decay
+    if LAMBDA:
+        found += read * tl.load(gates_ptr + 2)
+    update = beta * (v - found)
+    key = tl.zeros((), tl.uint32)
+    if STOCHASTIC:
+        key = mix_bits(mix_bits((slot * HV + head).to(tl.uint32)) ^ tl.load(seed_ptr).to(tl.uint32))
+    store_tile(state_ptr, columns, True, decay * s0 + k0 * update[None, :], key, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K,
+               STRIDE_V, STOCHASTIC, EVICT)  # fmt: skip
+    if K1 > 0:
+        store_tile(state_ptr, columns, True, decay * s1 + k1 * update[None, :], key, K0, K1, ROWS1, K, V, WHOLE,
+                   STRIDE_K, STRIDE_V, STOCHASTIC, EVICT)  # fmt: skip
+    if K2 > 0:
+        store_tile(state_ptr, columns, True, decay * s2 + k2 * update[None, :], key, K0 + K1, K2, ROWS2, K, V, WHOLE,
+                   STRIDE_K, STRIDE_V, STOCHASTIC, EVICT)  # fmt: skip
+    product = tl.load(products_ptr + row * H + head // (HV // H))
+    tl.store(values_ptr, read + product * update, mask=inside)
+
+
+@triton.jit
+def delta_outputs_kernel(
+    values_ptr, gate_ptr, norm_ptr, out_ptr, position_ptr, slots_ptr, gate_sb, gate_sh, eps,
+    HV: tl.constexpr, V: tl.constexpr, V2: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    SIGMOID: tl.constexpr, POSITION: tl.constexpr, SLOTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program: what a value head of a row gives. values: [B, HV, V], what was read."""
+    pid = tl.program_id(0).to(tl.int64)
+    row, head = pid // HV, pid % HV
+    at = tl.arange(0, V2)
+    live = row >= 0
+    if SLOTS:
+        live = tl.load(slots_ptr + row) >= 0
+    if POSITION:
+        live = live & (tl.load(position_ptr + row) >= 0)
+    mask = at < V
+    weight, gate = norm_and_gate(norm_ptr + at, gate_ptr + row * gate_sb + head * gate_sh + at, mask & live, NORM, GATE)
+    take_turn(EARLY)
+    x = tl.load(values_ptr + pid * V + at, mask=mask & live, other=0.0)
+    out = normed_and_gated(x, weight, gate, V, eps, NORM, GATE, SIGMOID)
+    tl.store(out_ptr + pid * V + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _of_rows(ptr, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr):
+    """Numbers of the rows of a tile, [N, 1]; zeros where there is no row."""
+    rows = tile_rows(FIRST, N, ROWS)
+    if FIRST + N > K:
+        return tl.load(ptr + rows, mask=rows < K, other=0.0)[:, None]
+    return tl.load(ptr + rows)[:, None]
