@@ -114,8 +114,12 @@ class RecoverySettings(Optimisation):
     seq_len: int = Field(gt=1, description="tokens of each sequence")
     samples: int | None = Field(default=None, gt=0, description="sequences of all steps together")
     steps: int | None = Field(default=None, gt=0, description="optimiser steps, instead of samples")
-    rank: int = Field(default=32, gt=0, description="of the LoRA matrices")
-    alpha: int = Field(default=64, gt=0, description="LoRA's product counts alpha / rank times")
+    rank: int | None = Field(
+        default=None, gt=0, description="of the LoRA matrices; default: 32, or what the narrowest projection takes"
+    )
+    alpha: int | None = Field(
+        default=None, gt=0, description="LoRA's product counts alpha / rank times; default: 64, or twice a lower rank"
+    )
     targets: list[str] | None = Field(default=None, description="modules that get LoRA instead of those of q, k, v")
     full: bool = Field(default=False, description="train the mixers whole, without LoRA")
     control: bool = Field(default=False, description="train the unpruned model instead, by the same budget")

@@ -62,17 +62,17 @@ def run(
         float | None, _option("w in cross entropy + w T^2 KL; 0: no teacher is loaded. Default: 1.")
     ] = None,
     temperature: Annotated[float | None, _option("T in it. Default: 2.")] = None,
-    lora_rank: Annotated[int | None, _option("Rank of the LoRA matrices. Default: 32.")] = None,
-    lora_alpha: Annotated[int | None, _option("LoRA's product counts alpha / rank times. Default: 64.")] = None,
+    lora_rank: Annotated[
+        int | None, _option("Rank of the LoRA matrices. Default: 32, or what the narrowest projection takes.")
+    ] = None,
+    lora_alpha: Annotated[
+        int | None, _option("LoRA's product counts alpha / rank times. Default: 64, or twice a lower rank.")
+    ] = None,
     lora_target: Annotated[
         list[str] | None,
         _option("A module that gets LoRA, by (the end of) its name; may be given often. Default: those of q, k, v."),
     ] = None,
     full: Annotated[bool, _option("Train the mixers whole, without LoRA.", "--full")] = False,
-    control: Annotated[
-        bool, _option("Train the unpruned model by the same budget, into RUN/control.", "--control")
-    ] = False,
-    validation: Annotated[int | None, _option("Sequences held out for validation. Default: 64.")] = None,
     add_query_feedback: Annotated[
         bool,
         _option(
@@ -83,6 +83,10 @@ def run(
     lambda_init: Annotated[
         float | None, _option("With --add-query-feedback: what the feedback begins at instead, in (0, 1).")
     ] = None,
+    control: Annotated[
+        bool, _option("Train the unpruned model by the same budget, into RUN/control.", "--control")
+    ] = False,
+    validation: Annotated[int | None, _option("Sequences held out for validation. Default: 64.")] = None,
     seed: Annotated[int | None, _option("Of LoRA's first values, of the order of text, and of recall.")] = None,
     gpus: Annotated[
         int | None, _option("Processes to start, a GPU each (with --device cpu: on the CPU).", panel=_MACHINE)
@@ -139,25 +143,25 @@ def run(
         check_trackers(tracker)
     directory = context.run_directory(run_path)
     settings, student, guide = _request(directory, model, teacher, recipe, given)
+    feedback = _feedback(student, settings, directory, add_query_feedback, lambda_init)
 
     from lapcli.machine import Machine
     from lapcli.stages.recovery import plan_recovery, recover_into
 
-    feedback = _feedback(student, settings, directory, add_query_feedback, lambda_init)
     reporter = display.DisplayReporter(quiet or as_json)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     check_processes(gpus, device, settings.batch)
     _check_machine(student, guide, machine, teacher_device, sharding)
     ours = processes()
-    plan = plan_recovery(
-        student, guide, settings, directory,
-        restart=anew, trust_remote_code=trust_remote_code, reporter=reporter, processes=ours,
-    )  # fmt: skip
     anew = restart
     if feedback is not None and not dry_run:
         student = feedback.write(ours, overwrite=restart, reporter=reporter)
     elif feedback is not None:
         student, anew = feedback.stand_in(student, settings, restart)
+    plan = plan_recovery(
+        student, guide, settings, directory,
+        restart=anew, trust_remote_code=trust_remote_code, reporter=reporter, processes=ours,
+    )  # fmt: skip
     if dry_run:
         _would_do(plan, feedback, as_json)
         return
@@ -260,10 +264,6 @@ def _request(
     return context.from_command_line(RecoverySettings, defaults | chosen, _NAMES), student, guide
 
 
-def _comes_from_a_demo(student: "ModelSource") -> bool:
-    from lapcli.errors import LapcliError
-    from lapcli.stages.recovery import teacher_of
-
 @dataclass(frozen=True)
 class _Feedback:
     """The conversion on the way to a recovery.
@@ -337,6 +337,10 @@ def _feedback(
     return _Feedback(plan, run.path / ("converted-control" if settings.control else "converted"), run)
 
 
+def _comes_from_a_demo(student: "ModelSource") -> bool:
+    from lapcli.errors import LapcliError
+    from lapcli.stages.recovery import teacher_of
+
     try:
         return teacher_of(student).is_demo
     except LapcliError:
@@ -373,10 +377,6 @@ def _would_do(plan: "RecoveryPlan", feedback: "_Feedback | None", as_json: bool)
     if as_json:
         display.emit({"dry_run": True, **converts, **document, "settings": plan.settings.document()})
         return
-    training = plan.settings.training()
-    share = plan.adapters.trained / max(plan.parameters, 1)
-    facts = {
-        "trains": f"{plan.student.name} ({plan.student.digest[:12]})",
     if feedback is not None:
         added = feedback.plan.parameters
         display.facts(
@@ -387,6 +387,10 @@ def _would_do(plan: "RecoveryPlan", feedback: "_Feedback | None", as_json: bool)
                 "trained beside what follows": f"{added:,} numbers of query feedback, in full",
             },
         )
+    training = plan.settings.training()
+    share = plan.adapters.trained / max(plan.parameters, 1)
+    facts = {
+        "trains": f"{plan.student.name} ({plan.student.digest[:12]})",
         "teacher": "none" if plan.teacher is None else f"{plan.teacher.name} ({plan.teacher.digest[:12]})",
         "stateful layers": len(plan.adapters.layers),
         "trained": f"{plan.adapters.trained:,} of {plan.parameters:,} numbers ({share:.1%})",

@@ -7,7 +7,7 @@ the unpruned model.
 import gc
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ from lapcli.stages.evaluation_file import forget_stale
 from lapcli.stages.giving_way import aside, bring_back, check_ours, forget_aside, set_aside
 from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage
 from lapcli.training.adapters import (
+    ALPHA,
+    RANK,
     AdapterPlan,
     apply_adapters,
     plan_adapters,
@@ -184,10 +186,10 @@ def teacher_of(student: ModelSource) -> ModelSource:
             unconverted = origin
         # Recovered or converted before: what it was made from is the slice.
         made, lineage = origin, sliced_lineage(origin.path)
-    raise ArtifactError(
-        f"{made.name} holds no {LINEAGE_FILE} that says what it was pruned from", "name that model with --teacher"
     if unconverted is not None:
         return unconverted
+    raise ArtifactError(
+        f"{made.name} holds no {LINEAGE_FILE} that says what it was pruned from", "name that model with --teacher"
     )
 
 
@@ -223,6 +225,7 @@ def plan_recovery(
     model, adapters, vocabulary = check_recovery(
         student, teacher, settings, trust_remote_code=trust_remote_code, reporter=reporter
     )
+    settings = settings.model_copy(update={"rank": adapters.rank, "alpha": adapters.alpha})
     folder, output = (run.control_recovery, run.control) if settings.control else (run.recovery, run.recovered)
     there = begun = None
     if not restart:
@@ -286,7 +289,7 @@ def check_recovery(
     for part in parse_mixture(settings.data):
         check_source(part.name)
     model = skeleton(student, trust_remote_code=trust_remote_code)
-    adapters = plan_adapters(model, student.config, **settings.adapters())
+    adapters = _fitting_adapters(model, student.config, settings, reporter)
     # What could not be merged is not to be trained first.
     rows_on_disk(student, adapters.changed, trust_remote_code=trust_remote_code)
     vocabulary = None
@@ -298,6 +301,23 @@ def check_recovery(
         tokenizers = [load_tokenizer(source, trust_remote_code=trust_remote_code) for source in (student, teacher)]
         vocabulary = align_vocabularies(sizes[0], sizes[1], tokenizers[0], tokenizers[1], reporter)
     return model, adapters, vocabulary
+
+
+def _fitting_adapters(
+    model: Any, config: Mapping[str, Any], settings: RecoverySettings, reporter: Reporter | None
+) -> AdapterPlan:
+    """What is trained; where no rank was asked for, none above what the narrowest projection can use."""
+    chosen = settings.adapters()
+    if settings.rank is not None:
+        return plan_adapters(model, config, **{**chosen, "alpha": settings.alpha or ALPHA})
+    matched = plan_adapters(model, config, **{**chosen, "rank": 1, "alpha": 1}).lora
+    widths = {name: min(model.get_parameter(f"{name}.weight").shape) for name in matched}
+    rank = min(RANK, *widths.values()) if widths else RANK
+    if rank < RANK and reporter is not None:
+        reporter.notice(
+            f"LoRA of rank {rank} instead of {RANK}: {min(widths, key=widths.__getitem__)} can take no more"
+        )
+    return plan_adapters(model, config, **{**chosen, "rank": rank, "alpha": settings.alpha or ALPHA * rank // RANK})
 
 
 def check_text(student: ModelSource, settings: RecoverySettings, *, trust_remote_code: bool = False) -> None:

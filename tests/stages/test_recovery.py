@@ -14,6 +14,7 @@ from lapcli.artifacts import RunDirectory
 from lapcli.cli.context import loading
 from lapcli.errors import ArtifactError, DataError, FamilyError, ModelError, RecipeError
 from lapcli.families.loading import load_model
+from lapcli.families.registry import family_for
 from lapcli.families.source import resolve_model
 from lapcli.machine import Machine
 from lapcli.recipe import RecoverySettings
@@ -267,6 +268,34 @@ def test_refused_before_any_work(words, run, tmp_path, given, error, text):
     with pytest.raises(error, match=text):
         plan_recovery(base, base, settings(words, **given), run)
     assert not run.path.exists()
+
+
+def test_a_narrow_slice_gets_the_rank_that_fits_unless_one_was_asked_for(made, words, run):
+    """Two heads of 3 channels leave projections of 6 rows."""
+    base, _wider = made
+    run.path.mkdir()
+    student = sliced_by(base, random_kept(base, 3), run.path)
+    heard = []
+
+    class Listener(SilentReporter):
+        def notice(self, text):
+            heard.append(text)
+
+    def planned(**given):
+        return plan_recovery(student, base, settings(words, **given), run, reporter=Listener())
+
+    plan = planned(rank=None)
+    heads = family_for(base.config).layers(base.config)[0].heads
+    assert (
+        (plan.settings.rank, plan.settings.alpha) == (plan.adapters.rank, plan.adapters.alpha) == (3 * heads, 6 * heads)
+    )
+    assert sum("instead of 32" in text for text in heard) == 1
+    assert planned(rank=None, alpha=5).settings.alpha == 5
+    assert planned(rank=2).settings.alpha == 64
+    assert planned(rank=None, full=True).settings.rank == 32
+    assert sum("instead of 32" in text for text in heard) == 2
+    with pytest.raises(RecipeError, match="rank 32"):
+        planned(rank=32)
 
 
 def test_another_vocabulary_is_refused_with_its_first_id(made, words, run, tmp_path):
