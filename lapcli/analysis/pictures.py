@@ -161,6 +161,25 @@ def _errors(analysis: Analysis, figure: Any) -> bool:
     return True
 
 
+def _stability(analysis: Analysis, figure: Any) -> bool:
+    found = {label: told for label in analysis.labels if (told := analysis.stability(label)) is not None}
+    if not found:
+        return False
+    contraction, cosine = figure.subplots(1, 2)
+    for label, line in zip(found, _LINES, strict=False):
+        rows = found[label]["layers"]
+        layers, middle = [row["layer"] for row in rows], [row["p50"] for row in rows]
+        spread = [[row["p50"] - row["p01"] for row in rows], [row["p99"] - row["p50"] for row in rows]]
+        contraction.errorbar(layers, middle, yerr=spread, capsize=3, label=label, **line)
+        cosine.plot(layers, [row["cosine"] for row in rows], label=label, **line)
+    contraction.set(xlabel="layer", ylabel=r"$\beta\,k\cdot x$, median, 1st to 99th percentile", ylim=(0, None))
+    cosine.set(xlabel="layer", ylabel=r"cosine of $S^T q$ and $S^T k$, mean", ylim=(-1, 1))
+    for axes in (contraction, cosine):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    contraction.legend()
+    return True
+
+
 def _conditioning(analysis: Analysis, figure: Any) -> bool:
     parts = [analysis.conditioning(layer["index"]) for layer in analysis.base_layers]
     there = [part for part in parts if part is not None]
@@ -227,6 +246,7 @@ _PICTURES: dict[str, tuple[Callable[[Analysis, Any], bool], tuple[float, float]]
     "spectra": (_spectra, (11, 4.5)),
     "kappa": (_kappa, (5, 3.4)),
     "errors": (_errors, (5, 3.4)),
+    "stability": (_stability, (8, 3.2)),
     "conditioning": (_conditioning, (8, 3.2)),
     "overlap": (_overlap, (5, 3.4)),
     "filters": (_filters, (6.5, 3.2)),

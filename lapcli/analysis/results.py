@@ -13,6 +13,8 @@ from lapcli.analysis.states import LayerFindings
 
 ROUNDING = 1e-6
 """By how much, relatively, a bound may seem to be missed."""
+TRACKING_ROUNDING = 1e-6
+"""Of a value: what fp64 and up to some thousand steps of growing states may leave of the lemma's identity."""
 
 AXES = {
     "positions": ["P"],
@@ -21,6 +23,10 @@ AXES = {
     "*.layers.*.key_kappa": ["N", "P", "H"],
     "*.layers.*.key_margin": ["N", "P", "HV"],
     "*.layers.*.spectrum": ["HV", "min(K, V)"],
+    "*.layers.*.contraction": ["N", "T", "HV"],
+    "*.layers.*.readout_cosine": ["N", "T", "HV"],
+    "*.layers.*.error": ["N", "T", "HV"],
+    "*.layers.*.drift": ["N", "T", "HV"],
     "conditioning.layers.*": ["all | kept | compared", "H", "sigma_min | sigma_max | kappa"],
     "overlap.layers.*": ["H", "shared | Jaccard"],
     "filters.layers.*": ["kept | dropped", "H", "W"],
@@ -147,8 +153,31 @@ class Analysis:
             "er(S) >= nu(V)/kappa(K)^2": self._of(label, index, "key_margin").double(),
         }
 
+    def stability(self, label: str) -> Mapping[str, Any] | None:
+        """How a model tracks its values (`lapcli.analysis.stability`); `None` where no model has query feedback.
+
+        `rows` of `length` tokens each; figures of `all` layers, and of each of `layers`.
+        """
+        return self.record.get("stability", {}).get(label)
+
+    def _untracked(self) -> list[str]:
+        """What Lemma 3.1 and Theorem 3.2 are missed by, a sentence each."""
+        found: list[str] = []
+        for label in self.labels:
+            told = (self.stability(label) or {"all": None})["all"]
+            if told is not None and told["lemma"] > TRACKING_ROUNDING:
+                found.append(f"an error of {label} does not shrink by 1 - beta k.x (off by {told['lemma']:.2g})")
+            if told is not None and (told["bound_share"] or 1) < 1:
+                missed = (1 - told["bound_share"]) * told["bound_tokens"]
+                found.append(f"the bound on the error is missed by {missed:.0f} of {told['bound_tokens']} of {label}")
+        return found
+
     def violated(self) -> list[str]:
         """What bounds are missed beyond rounding, a sentence each; there should be none."""
+        return [*self._untracked(), *self._missed()]
+
+    def _missed(self) -> list[str]:
+        """Of states, a sentence each."""
         return [
             f"{name} is missed by {(1 - bound.share) * bound.states:.0f} of {bound.states} states of {label} "
             f"(smallest ratio {bound.margin:.6g})"
@@ -185,6 +214,8 @@ class Analysis:
                 "bounds": {name: asdict(bound) for name, bound in self.all_bounds(label).items()},
                 "output_error": self._output_error(label),
             }
+            if (tracked := self.stability(label)) is not None:
+                models[label]["stability"] = tracked["all"]
         found: dict[str, Any] = {"models": models}
         for name in ("conditioning", "overlap"):
             parts = [getattr(self, name)(layer["index"]) for layer in self.base_layers]

@@ -65,6 +65,9 @@ class Walker:
         model: loaded by `lapcli.families.loading.load_model`.
         family: of the model.
         layers: its stateful layers.
+
+    Attributes:
+        model: as it was given.
     """
 
     def __init__(self, model: Any, family: Family, layers: Sequence[StatefulLayer]):
@@ -78,7 +81,7 @@ class Walker:
         self._now = _Pass()
         self._given: Mapping[int, Tensor] | None = None
         self._handles: list[RemovableHandle] = []
-        self._family, self._model = family, model
+        self._family, self.model = family, model
         self.restart()
 
     @contextmanager
@@ -86,7 +89,7 @@ class Walker:
         """Look at keys, inputs and outputs within the context."""
         for layer in self.layers:
             self._handles += self._hook(layer)
-            self._handles += self._family.attach(self._model, layer, self._keys[layer.index])
+            self._handles += self._family.attach(self.model, layer, self._keys[layer.index])
         try:
             yield
         finally:

@@ -11,6 +11,11 @@ from lapcli.artifacts import atomic_file
 SETS = ("all", "kept", "compared")
 SHARES = ("kept", "dropped")
 SIGMAS = ("sigma_min", "sigma_max", "kappa")
+STABILITY = (
+    "mean", "p01", "p50", "p99", "outside", "rho", "error_before", "error_after", "drift", "value_drift",
+    "prediction_drift", "cosine", "bound_tokens", "bound_share",
+)  # fmt: skip
+"""The figures of a layer in `lapcli.analysis.stability.summary` that a table has."""
 
 
 class Table(NamedTuple):
@@ -33,6 +38,7 @@ def tables(analysis: Analysis) -> list[Table]:
         Table("spectra", ("model", "layer", "head", "number", "normalised_singular_value"), [*_spectra(analysis)]),
         Table("bounds", ("model", "layer", "bound", "states", "share", "smallest_ratio"), [*_bounds(analysis)]),
         Table("errors", ("model", "layer", "own_inputs", "base_inputs"), [*_errors(analysis)]),
+        Table("stability", ("model", "layer", *STABILITY), [*_stability(analysis)]),
         Table("conditioning", ("layer", "head", "channels", *SIGMAS), [*_conditioning(analysis)]),
         Table("overlap", ("layer", "head", "shared", "jaccard"), [*_overlap(analysis)]),
         Table("filters", ("layer", "head", "side", "channels", "lag", "mean_absolute_tap"), [*_filters(analysis)]),
@@ -94,6 +100,12 @@ def _errors(analysis: Analysis) -> Iterable[Sequence[Any]]:
     for label, rows in analysis.record["output_error"].items():
         for layer, row in zip(analysis.layers(label), rows, strict=True):
             yield label, layer["index"], row["own"], row["base"]
+
+
+def _stability(analysis: Analysis) -> Iterable[Sequence[Any]]:
+    for label in analysis.labels:
+        for row in (analysis.stability(label) or {"layers": []})["layers"]:
+            yield label, row["layer"], *(row[name] for name in STABILITY)
 
 
 def _conditioning(analysis: Analysis) -> Iterable[Sequence[Any]]:

@@ -195,6 +195,27 @@ def _show(summary: dict[str, Any]) -> None:
         for name, bound in found["bounds"].items()
     ]
     display.table("bounds", ["model", "bound", "states", "satisfied", "smallest ratio"], bounds, text_columns=2)
+    tracked = {label: found["stability"] for label, found in summary["models"].items() if "stability" in found}
+    if tracked:
+        figures = ("mean", "p01", "p99", "outside", "rho", "drift", "value_drift", "prediction_drift", "cosine")
+        rows = [
+            [label, *(_number(found[name]) for name in figures), _number(found["bound_share"], ".4%")]
+            for label, found in tracked.items()
+        ]
+        columns = [
+            "model",
+            "β k·x",
+            "1 %",
+            "99 %",
+            "outside",
+            "ρ",
+            "drift",
+            "values'",
+            "predictions'",
+            "cosine",
+            "bounded",
+        ]
+        display.table("stability: β k·x, outside of (0, 2); drift of errors; cosine of Sq and Sk", columns, rows)
     if "conditioning" in summary:
         names = ("all channels", "kept", "compared")
         parts = [[name, *map(_number, row)] for name, row in zip(names, summary["conditioning"], strict=False)]

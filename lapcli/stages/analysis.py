@@ -24,6 +24,7 @@ from lapcli.analysis.selections import (
     refuse_other_channels,
 )
 from lapcli.analysis.settings import AnalysisSettings
+from lapcli.analysis.stability import TRACKED_ROWS, TRACKED_TOKENS, rows_at_once, summary, track_layers
 from lapcli.analysis.states import Walker, bytes_per_sample, walk
 from lapcli.analysis.tables import write_tables
 from lapcli.artifacts import (
@@ -258,6 +259,8 @@ def _measure(
         for index, layer in layers.items():
             tensors |= findings_tensors(label, index, layer)
     tensors |= _of_selections(inputs, plan)
+    with on_device:
+        tracked, stability = _tracked(walkers, plan, blocks.ids[:, : positions[-1]], device.type, reporter)
     record = {
         "tokens": settings.samples * positions[-1],
         "corpus": blocks.digest,
@@ -270,8 +273,37 @@ def _measure(
             label: [{name: layer.error(name) for name in ("own", "base")} for layer in layers.values()]
             for label, layers in list(found.items())[1:]
         },
+        "stability": stability,
     }
-    return Analysis(tensors, record)
+    return Analysis(tensors | tracked, record)
+
+
+def _tracked(
+    walkers: Mapping[str, Walker], plan: AnalysisPlan, ids: Tensor, device: str, reporter: Reporter
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Where a model has query feedback: how it and those beside it of lapcli's own track their values.
+
+    Returns:
+        What is stored a token, and the figures by model.
+    """
+    if not any(layer.erasing for layers in plan.layers.values() for layer in layers):
+        return {}, {}
+    models = {label: walker.model for label, walker in walkers.items() if hasattr(walker.model, "mixers")}
+    rows = min(TRACKED_ROWS, len(ids), *(rows_at_once(model, device) for model in models.values()))
+    ids = ids[:rows, :TRACKED_TOKENS]
+    tensors: dict[str, Tensor] = {}
+    figures: dict[str, Any] = {}
+    with reporter.task("following errors", total=len(models), unit="models") as task:
+        for label, model in models.items():
+            layers = {index: found.tensors() for index, found in track_layers(model, ids).items()}
+            for index, found in layers.items():
+                kept = {"product": "contraction", "cosine": "readout_cosine", "after": "error", "drift": "drift"}
+                for name, stored in kept.items():
+                    tensors[f"{label}.layers.{index}.{stored}"] = found[name].float()
+            each = [{"layer": index, **summary({index: found})} for index, found in layers.items()]
+            figures[label] = {"rows": rows, "length": ids.shape[1], "all": summary(layers), "layers": each}
+            task.advance()
+    return tensors, figures
 
 
 def _sizes(layer: StatefulLayer) -> dict[str, int]:

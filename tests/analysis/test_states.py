@@ -61,7 +61,7 @@ def test_a_stock_model_s_states_and_keys(model_type, tmp_path):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     walker = walker_of(tiny_stock_model(model_type, tmp_path / "model"))
     whole = {layer.index: _Keys(layer, listening=True) for layer in walker.layers}
-    handles = [h for layer in walker.layers for h in walker._family.attach(walker._model, layer, whole[layer.index])]
+    handles = [h for layer in walker.layers for h in walker._family.attach(walker.model, layer, whole[layer.index])]
     with torch.no_grad():
         walker.body(input_ids=IDS[:, : POSITIONS[-1]], use_cache=False)
     for handle in handles:
@@ -111,7 +111,7 @@ def test_errors_of_a_changed_mixer_are_found_where_they_arise(tmp_path):
     folder = tiny_gated_deltanet(tmp_path / "model")
     walkers = {"base": walker_of(folder), "half": walker_of(folder)}
     with torch.no_grad():
-        walkers["half"]._model.get_submodule(walkers["half"].layers[0].mixer).o_proj.weight.mul_(0.5)
+        walkers["half"].model.get_submodule(walkers["half"].layers[0].mixer).o_proj.weight.mul_(0.5)
     found = walk(walkers, IDS, [20, 40], batch=2)["half"]
     first, second = found[0], found[1]
     # Half of an output is half of it wrong; the next layer errs by its inputs alone.
@@ -124,7 +124,7 @@ def test_errors_of_a_changed_mixer_are_found_where_they_arise(tmp_path):
 def test_a_state_that_is_not_finite_is_named(tmp_path):
     walker = walker_of(tiny_gated_deltanet(tmp_path / "model"))
     with torch.no_grad():
-        walker._model.get_submodule(walker.layers[1].mixer).v_proj.weight[0, 0] = torch.nan
+        walker.model.get_submodule(walker.layers[1].mixer).v_proj.weight[0, 0] = torch.nan
     with pytest.raises(ModelError, match=r"layer 1 \(model\.layers\.1\.attn\) of base"):
         walk({"base": walker}, IDS, [8], batch=2)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lapcli.artifacts import read_artifact
-from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.stock_models import tiny_stock_model
 
 SIZES = ["--samples", "3", "--seq-len", "48", "--stride", "8", "--skip", "16", "--device", "cpu"]
@@ -146,3 +146,38 @@ def test_refused_before_any_work(lapcli, pruned, tiny, text, tmp_path):
         assert wanted[1] in err.replace("\n", " "), arguments
     assert not (tmp_path / "lapcli-run" / "analysis").exists()
     assert not (tmp_path / "fresh").exists()
+
+
+def test_query_feedback_is_followed_and_what_it_is_compared_with(lapcli, text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    tiny_gated_deltanet(tmp_path / "gated")
+    tiny_qdelta(tmp_path / "qdelta", lamb_bias=-1.0)
+    asked = ("analyze", "--model", "qdelta", "--baseline", "gated", "--data", text, *SIZES)
+    code, out, err = lapcli(*asked, "--json")
+    assert code == 0, err
+    models = json.loads(out)["models"]
+    found = {label: models[label]["stability"] for label in ("base", "model")}
+    for told in found.values():
+        assert 0 < told["p01"] < told["mean"] < told["p99"] < 1 + told["rho"]
+        assert told["outside"] == 0
+        assert told["rho"] < 1
+        assert told["bound_share"] == 1
+        assert -1 <= told["cosine"] <= 1
+        assert told["drift"] <= told["value_drift"] + told["prediction_drift"]
+    # 3 rows of 48 tokens, 2 layers, 2 heads.
+    assert found["model"]["tokens"] == 3 * 48 * 2 * 2
+    folder = tmp_path / "lapcli-run" / "analysis"
+    table = rows(folder / "stability.csv")
+    assert [(row["model"], row["layer"]) for row in table] == [(m, n) for m in ("base", "model") for n in "01"]
+    artifact = read_artifact(folder / "analysis.safetensors")
+    assert artifact.tensor("model.layers.1.contraction").shape == (3, 48, 2)
+    mean = artifact.tensor("model.layers.1.contraction").double().mean().item()
+    assert float(table[3]["mean"]) == pytest.approx(mean, rel=1e-6)
+    # A model without feedback by itself is analysed as ever.
+    code, out, err = lapcli("analyze", "--model", "gated", "--data", text, *SIZES, "--json", "--run", "other")
+    assert code == 0, err
+    assert "stability" not in json.loads(out)["models"]["model"]
+    assert not (tmp_path / "other" / "analysis" / "stability.csv").exists()
+    code, _out, err = lapcli(*asked)
+    assert code == 0
+    assert "stability" in err
