@@ -168,8 +168,8 @@ class Analysis:
             if told is not None and told["lemma"] > TRACKING_ROUNDING:
                 found.append(f"an error of {label} does not shrink by 1 - beta k.x (off by {told['lemma']:.2g})")
             if told is not None and (told["bound_share"] or 1) < 1:
-                missed = (1 - told["bound_share"]) * told["bound_tokens"]
-                found.append(f"the bound on the error is missed by {missed:.0f} of {told['bound_tokens']} of {label}")
+                missed = (1 - told["bound_share"]) * told["bound_count"]
+                found.append(f"the bound on the error is missed by {missed:.0f} of {told['bound_count']} of {label}")
         return found
 
     def violated(self) -> list[str]:

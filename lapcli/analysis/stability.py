@@ -163,7 +163,7 @@ def summary(layers: Mapping[int, Mapping[str, Tensor]]) -> dict[str, float | int
     held = ~joined["bound"].isnan()
     after, bound = joined["after"][held], joined["bound"][held]
     return {
-        "tokens": len(product),
+        "count": len(product),
         "mean": float(product.mean()),
         **dict(zip(("p01", "p50", "p99"), quantiles, strict=True)),
         "outside": float((~((product > 0) & (product < 2))).double().mean()),
@@ -175,7 +175,7 @@ def summary(layers: Mapping[int, Mapping[str, Tensor]]) -> dict[str, float | int
         "prediction_drift": float(joined["prediction_drift"].nanmean()),
         "cosine": float(joined["cosine"].nanmean()),
         "lemma": float(joined["lemma"].nan_to_num(0.0).max()),
-        "bound_tokens": int(held.sum()),
+        "bound_count": int(held.sum()),
         "bound_share": float((after <= bound * (1 + _ROUNDING)).double().mean()) if held.any() else None,
     }
 

@@ -13,7 +13,7 @@ SHARES = ("kept", "dropped")
 SIGMAS = ("sigma_min", "sigma_max", "kappa")
 STABILITY = (
     "mean", "p01", "p50", "p99", "outside", "rho", "error_before", "error_after", "drift", "value_drift",
-    "prediction_drift", "cosine", "bound_tokens", "bound_share",
+    "prediction_drift", "cosine", "bound_count", "bound_share",
 )  # fmt: skip
 """The figures of a layer in `lapcli.analysis.stability.summary` that a table has."""
 

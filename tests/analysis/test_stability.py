@@ -73,7 +73,7 @@ def test_the_error_stays_below_the_bound(seed):
     assert (found.after[held] <= found.bound[held]).all()
     told = summary({0: found.tensors()})
     assert told["bound_share"] == 1.0
-    assert told["bound_tokens"] == held.sum()
+    assert told["bound_count"] == held.sum()
     assert told["outside"] == 0.0
     # With a fifth of the drift it would not hold.
     assert (found.after[held] > found.bound[held] / 5).any()
@@ -99,7 +99,7 @@ def test_beyond_two_there_is_no_bound():
     told = summary({0: found.tensors()})
     assert told["outside"] > 0
     assert told["rho"] > 1
-    assert told["bound_tokens"] < 9 * 2 * 2
+    assert told["bound_count"] < 9 * 2 * 2
     assert float(found.lemma.max()) < 1e-9
 
 

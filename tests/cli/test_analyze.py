@@ -165,7 +165,7 @@ def test_query_feedback_is_followed_and_what_it_is_compared_with(lapcli, text, t
         assert -1 <= told["cosine"] <= 1
         assert told["drift"] <= told["value_drift"] + told["prediction_drift"]
     # 3 rows of 48 tokens, 2 layers, 2 heads.
-    assert found["model"]["tokens"] == 3 * 48 * 2 * 2
+    assert found["model"]["count"] == 3 * 48 * 2 * 2
     folder = tmp_path / "lapcli-run" / "analysis"
     table = rows(folder / "stability.csv")
     assert [(row["model"], row["layer"]) for row in table] == [(m, n) for m in ("base", "model") for n in "01"]
