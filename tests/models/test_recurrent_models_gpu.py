@@ -5,7 +5,14 @@ import warnings
 import pytest
 import torch
 
-from lapcli.models import DeltaNetConfig, DeltaNetForCausalLM, GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from lapcli.models import (
+    DeltaNetConfig,
+    DeltaNetForCausalLM,
+    GatedDeltaNetConfig,
+    GatedDeltaNetForCausalLM,
+    QDeltaConfig,
+    QDeltaForCausalLM,
+)
 from lapkernels.delta_rule import why_not
 from lapkernels.testing import assert_as_precise, relative_error
 
@@ -41,6 +48,7 @@ KINDS = {
         DeltaNetForCausalLM,
         {"qk_activation": "elu", "qk_norm": "sum", "use_gate": True},
     ),
+    "qdelta_gva": (QDeltaConfig, QDeltaForCausalLM, {"head_dim": 64, "expand_v": 1.0, "num_v_heads": 4}),
 }
 
 
@@ -68,6 +76,8 @@ def fla_copy(model, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fla = pytest.importorskip("fla.models")
+    if not hasattr(fla, type(model).__name__):
+        pytest.skip(f"fla has no {type(model).__name__}")
     config = getattr(fla, type(model.config).__name__)(**model.config.to_dict())
     theirs = getattr(fla, type(model).__name__)(config)
     theirs.load_state_dict(model.state_dict())
@@ -113,6 +123,7 @@ def test_gradients_are_flas(model):
         BF16,
         key_width=model.mixers()[0].shape.key_width,
         gated=model.mixers()[0].gated,
+        erasing=model.mixers()[0].erasing,
         needs_gradient=True,
     )
     if why is not None:
@@ -125,9 +136,11 @@ def test_gradients_are_flas(model):
         network(ids.to(device), labels=ids.to(device)).loss.backward()
         return {name: parameter.grad for name, parameter in network.named_parameters()}
 
+    # fla has no Q-Delta, but its kernels run ours.
+    theirs = copy_of(model, "cuda", BF16, "fla") if isinstance(model, QDeltaForCausalLM) else fla_copy(model, BF16)
     # Sums over the 64 rounded products of a chunk stand where the recurrence has steps.
     assert_as_precise(
-        gradients(fla_copy(model, BF16)),
+        gradients(theirs),
         gradients(copy_of(model, "cpu", torch.float64)),
         gradients(copy_of(model, "cuda", BF16, "chunked")),
         BF16,

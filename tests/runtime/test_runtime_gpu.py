@@ -6,7 +6,7 @@ import torch
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.testing.decoding import cached_logits, distance, full_logits, prompts_of
-from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.stock_models import tiny_stock_model
 
 pytestmark = [
@@ -23,6 +23,7 @@ OWN = {
     "gdn": (tiny_gated_deltanet, {"hidden_size": 128, "head_dim": 48, "expand_v": 64 / 48, "num_v_heads": 4}),
     "gdn, negative eigenvalues": (tiny_gated_deltanet, {"allow_neg_eigval": True, "use_gate": False}),
     "delta net": (tiny_delta_net, {"use_gate": True}),
+    "q-delta": (tiny_qdelta, {"hidden_size": 128, "num_v_heads": 4, "lamb_bias": -0.5}),
 }
 STOCK = {
     "qwen3_5": {},

@@ -16,7 +16,7 @@ from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.reporting import SilentReporter
 from lapcli.stages.pruning import plan_pruning
 from lapcli.stages.slicing import plan_slicing, slice_into, slice_model
-from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.oracle import relative_error
 from lapcli.testing.slices import layers_of, random_bases, selection_of, sliced_by
 from lapcli.testing.stock_models import lay_convolutions, tiny_stock_model
@@ -44,6 +44,7 @@ CASES = {
     "delta-shared-filters": (tiny_delta_net, {"head_shared_conv": True}),
     "delta-elu-sum-no-conv": (tiny_delta_net, {"qk_activation": "elu", "qk_norm": "sum", "use_short_conv": False}),
     "gated-gva-sharded": (tiny_gated_deltanet, {"num_v_heads": 4}),
+    "qdelta-no-filters": (tiny_qdelta, {"use_short_conv": False, "num_v_heads": 4}),
 }
 
 

@@ -18,7 +18,7 @@ SHORT = 64
 def why_no_fla(model_type: str, device: torch.device) -> str | None:
     """Why fla's own class of a model cannot run here, or `None`."""
     if model_type not in ("gated_deltanet", "delta_net"):
-        return f"{model_type} is a model of transformers"
+        return "fla has no Q-Delta" if model_type == "qdelta" else f"{model_type} is a model of transformers"
     if importlib.util.find_spec("fla") is None:
         return "flash-linear-attention is not installed"
     if device.type != "cuda":
