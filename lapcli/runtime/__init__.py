@@ -5,6 +5,6 @@
 
 from lapcli.runtime.batch import Batch
 from lapcli.runtime.engine import Engine, Prefilled
-from lapcli.runtime.settings import DecodePath, Event, GenerationSettings
+from lapcli.runtime.settings import DecodePath, Event, GenerationSettings, TokenScores
 
-__all__ = ["Batch", "DecodePath", "Engine", "Event", "GenerationSettings", "Prefilled"]
+__all__ = ["Batch", "DecodePath", "Engine", "Event", "GenerationSettings", "Prefilled", "TokenScores"]

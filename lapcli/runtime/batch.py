@@ -1,5 +1,6 @@
 """Continuous batching: rows join when there is room and leave when they are done, and the steps never stop for it."""
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lapcli.errors import UsageError
-from lapcli.runtime.engine import Engine, Prefilled
+from lapcli.runtime.engine import Engine, Filling, Prefilled
 from lapcli.runtime.sampling import Choices, Mode, choose, mode_of
-from lapcli.runtime.settings import Event, GenerationSettings, Reason
+from lapcli.runtime.settings import Event, GenerationSettings, Reason, TokenScores
 from lapcli.runtime.text import TextStream
 
 _MODES: tuple[Mode, ...] = ("greedy", "draw", "filtered")
@@ -39,19 +40,55 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     reason: Reason | None = None
 
+    @property
+    def sequence(self) -> list[int]:
+        """All that the model has to know before it can go on."""
+        return [*self.prompt, *self.tokens]
+
 
 @dataclass
 class _Flight:
-    """A step under way: its rows in order, and where their tokens will be."""
+    """A step under way: its rows in order, and where their tokens will be, and the scores of those that want them."""
 
     rows: list[Row]
     tokens: Tensor
     done: Any
+    scores: "_Scores | None"
 
-    def landed(self) -> list[int]:
+    def landed(self) -> list[tuple[int, tuple[TokenScores, ...]]]:
+        """Each row's token, and its scores if it wants them."""
         if self.done is not None:
             self.done.synchronize()
-        return self.tokens.tolist()
+        tokens = self.tokens.tolist()
+        scores = {} if self.scores is None else self.scores.landed()
+        return [(token, scores.get(row, ())) for row, token in enumerate(tokens)]
+
+
+@dataclass
+class _Scores:
+    """Log-probabilities of a step, on the device: of which rows, of their tokens, and of the likeliest."""
+
+    rows: list[int]
+    wanted: list[int]
+    tokens: Tensor
+    chosen: Tensor
+    values: Tensor
+    ids: Tensor
+
+    def landed(self) -> dict[int, tuple[TokenScores, ...]]:
+        found = zip(
+            self.rows,
+            self.wanted,
+            self.tokens.tolist(),
+            self.chosen.tolist(),
+            self.ids.tolist(),
+            self.values.tolist(),
+            strict=True,
+        )
+        return {
+            row: (TokenScores(token, chosen, tuple(zip(ids, values, strict=True))[:count]),)
+            for row, count, token, chosen, ids, values in found
+        }
 
 
 class Batch:
@@ -64,10 +101,20 @@ class Batch:
         engine: where the rows live; rows that it holds otherwise are left alone.
         tokenizer: for text and stop texts.
         together: the most prompt tokens that go through the model between two steps, unless one prompt has more.
+        piece: the most where one prompt has more: it goes through piece by piece, between steps of the other rows;
+            `None` lets it go through at once.
+
+    Attributes:
+        together: may be changed at any time.
+        piece: may be changed at any time.
+        most: rows under way at most, however many the engine has room for; may be changed at any time.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any = None, *, together: int = 8192):
-        self.engine, self.tokenizer, self.together = engine, tokenizer, together
+    def __init__(self, engine: Engine, tokenizer: Any = None, *, together: int = 8192, piece: int | None = None):
+        self.engine, self.tokenizer, self.together, self.piece = engine, tokenizer, together, piece
+        self.most = engine.max_rows
+        self._filling: tuple[Row, Filling] | None = None
+        self._kept: list[Event] = []
         self._waiting: deque[Row] = deque()
         self._active: list[Row] = []
         self._flight: _Flight | None = None
@@ -82,7 +129,7 @@ class Batch:
     @property
     def unfinished(self) -> bool:
         """Whether any row waits or is under way."""
-        return bool(self._waiting or self._active)
+        return bool(self._waiting or self._active or self._filling or self._kept)
 
     @property
     def active(self) -> int:
@@ -91,8 +138,15 @@ class Batch:
 
     @property
     def waiting(self) -> int:
-        """Rows that wait for room."""
-        return len(self._waiting)
+        """Rows that wait for room, one whose prompt is on its way included."""
+        return len(self._waiting) + (self._filling is not None)
+
+    @property
+    def first_waiting(self) -> int | None:
+        """The number of the row that gets the next room; `None` where none waits."""
+        if self._filling is not None:
+            return self._filling[0].number
+        return self._waiting[0].number if self._waiting else None
 
     def add(self, prompt: Sequence[int], settings: GenerationSettings) -> int:
         """Let a row wait for room.
@@ -119,6 +173,8 @@ class Batch:
         Returns:
             Its last event; nothing if it had ended, or never was.
         """
+        if self._filling is not None and self._filling[0].number == number:
+            self._set_back_filling()
         for row in list(self._waiting):
             if row.number == number:
                 self._waiting.remove(row)
@@ -131,61 +187,128 @@ class Batch:
 
     def close(self) -> None:
         """End all rows."""
+        self._set_back_filling()
         for number in [row.number for row in (*self._waiting, *self._active)]:
             self.cancel(number)
-        self._flight = None
+        self._flight, self._kept = None, []
 
     @torch.no_grad()
     def advance(self) -> list[Event]:
-        """Do one step, admit rows that there is room for, and return what came of the step before."""
-        events: list[Event] = []
-        if self._waiting and self.engine.slots.free:
-            # New rows join the next step, which therefore has to know what the last one chose.
-            events += self._land()
-            events += self._admit()
-        ending = self._flight is not None and any(self._ends_by_count(row, pending=1) for row in self._flight.rows)
-        if self._changed or ending:
-            events += self._land()
-        if not self._active:
-            return events
-        before, self._flight = self._flight, self._launch()
-        if before is not None:
-            events += self._read(before)
+        """Do one step, take in prompts that there is room for, and return what came of the step before.
+
+        Whatever this raises, no row is lost and no event: rows whose states may be half a step further go back to
+        waiting and are taken in again with the tokens that they have, and the next call goes on.
+        """
+        events, self._kept = self._kept, []
+        try:
+            self._advance(events)
+        except BaseException:
+            self._kept = events
+            raise
         return events
 
-    def _admit(self) -> list[Event]:
-        """Run the prompts of waiting rows for which there are slots, and choose their first tokens."""
-        rows: list[Row] = []
-        budget = self.together
-        while (
-            self._waiting
-            and len(rows) < self.engine.slots.free
-            and (not rows or len(self._waiting[0].prompt) <= budget)
-        ):
-            row = self._waiting.popleft()
-            budget -= len(row.prompt)
-            rows.append(row)
+    def _advance(self, events: list[Event]) -> None:
+        self._take_in(events)
+        ending = self._flight is not None and any(self._ends_by_count(row, pending=1) for row in self._flight.rows)
+        if self._changed or ending:
+            self._land(events)
+        if not self._active:
+            return
+        before, self._flight = self._flight, None
         try:
-            done = self.engine.prefill_rows([row.prompt for row in rows])
+            self._flight = self._launch()
         except BaseException:
-            # They are still waiting, if somebody makes room and goes on.
-            self._waiting.extendleft(reversed(rows))
+            self._read(before, events)
+            self._set_back(list(self._active))
             raise
+        self._read(before, events)
+
+    def _take_in(self, events: list[Event]) -> None:
+        """Run prompts of waiting rows, and let those that are through join the next step."""
+        if self._filling is None:
+            rows = self._next_rows()
+            if not rows:
+                return
+            if self.piece is None or len(rows[0].sequence) <= self.piece:
+                # New rows join the next step, which therefore has to know what the last one chose.
+                self._land(events)
+                self._join(rows, self._prefilled(rows), events)
+                return
+            self._filling = rows[0], self.engine.begin(rows[0].sequence)
+            self._waiting.popleft()
+        row, filling = self._filling
+        try:
+            done = self.engine.fill(filling, self.piece or len(row.sequence))
+        except BaseException:
+            self._set_back_filling()
+            raise
+        if done is not None:
+            self._land(events)
+            self._filling = None
+            self._join([row], [done], events)
+
+    def _next_rows(self) -> list[Row]:
+        """The waiting rows whose prompts go through the model next; they still wait."""
+        room = min(self.engine.slots.free, self.most - len(self._active))
+        budget = self.together if self.piece is None else min(self.together, self.piece)
+        rows: list[Row] = []
+        for row in itertools.islice(self._waiting, max(0, room)):
+            budget -= len(row.sequence)
+            if rows and budget < 0:
+                break
+            rows.append(row)
+        return rows
+
+    def _prefilled(self, rows: Sequence[Row]) -> list[Prefilled]:
+        """Run the prompts of rows that wait, who wait no longer unless this fails."""
+        done = self.engine.prefill_rows([row.sequence for row in rows])
+        for _ in rows:
+            self._waiting.popleft()
+        return done
+
+    def _join(self, rows: Sequence[Row], done: Sequence[Prefilled], events: list[Event]) -> None:
+        """Let rows take part in steps, and choose their first tokens."""
         for row, found in zip(rows, done, strict=True):
             row.slot = found.slot
         self._active += rows
         self._changed = True
-        first = self._first_tokens(rows, done)
-        return [event for row, token in zip(rows, first, strict=True) for event in self._take(row, token)]
+        try:
+            first = self._first_tokens(rows, done)
+        except BaseException:
+            self._set_back(rows)
+            raise
+        for row, (token, scores) in zip(rows, first, strict=True):
+            self._take(row, token, scores, events)
 
-    def _first_tokens(self, rows: Sequence[Row], done: Sequence[Prefilled]) -> list[int]:
-        """Choose what follows the prompts, by the same rule as a step does."""
+    def _set_back(self, rows: Sequence[Row]) -> None:
+        """Let rows under way wait again, before all others; what they have is taken in anew."""
+        for row in rows:
+            self._active.remove(row)
+            if row.slot is not None:
+                self.engine.release(row.slot)
+            row.slot = None
+        self._waiting.extendleft(reversed(rows))
+        self._changed = True
+
+    def _set_back_filling(self) -> None:
+        """Let the row whose prompt is on its way wait again."""
+        if self._filling is not None:
+            row, filling = self._filling
+            self._filling = None
+            self.engine.release(filling.slot)
+            self._waiting.appendleft(row)
+
+    def _first_tokens(
+        self, rows: Sequence[Row], done: Sequence[Prefilled]
+    ) -> list[tuple[int, tuple[TokenScores, ...]]]:
+        """Choose what follows the prompts, by the same rule as a step does; each with its scores."""
         device = self.engine.device
         choices = Choices(len(rows), device)
         _fill(choices, rows)
-        positions = torch.tensor([len(row.prompt) for row in rows], device=device)
+        positions = torch.tensor([len(row.sequence) for row in rows], device=device)
         logits = torch.stack([found.logits for found in done])
-        return choose(logits, positions, choices, _mode(rows)).tolist()
+        tokens = choose(logits, positions, choices, _mode(rows))
+        return _Flight(list(rows), tokens, None, _scores(rows, logits, tokens)).landed()
 
     def _launch(self) -> _Flight:
         """Start a step for all active rows."""
@@ -197,7 +320,8 @@ class Batch:
             self._mode = _mode(rows)
             self._changed = False
         longest = max(engine.slots.positions[row.slot] for row in rows if row.slot is not None) + 1
-        engine.steps.run(len(rows), self._mode, longest=longest)
+        logits = engine.steps.run(len(rows), self._mode, longest=longest)
+        scores = _scores(rows, logits, engine.steps.tokens)
         for row in rows:
             assert row.slot is not None
             engine.slots.positions[row.slot] += 1
@@ -208,34 +332,36 @@ class Batch:
         if engine.device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(engine.device))
-        return _Flight(rows, host, done)
+        return _Flight(rows, host, done, scores)
 
-    def _land(self) -> list[Event]:
+    def _land(self, events: list[Event]) -> None:
         """Wait for the step under way, if any."""
         flight, self._flight = self._flight, None
-        return [] if flight is None else self._read(flight)
+        self._read(flight, events)
 
-    def _read(self, flight: _Flight) -> list[Event]:
+    def _read(self, flight: _Flight | None, events: list[Event]) -> None:
         """Hand out the tokens of a step; those of rows that ended meanwhile are dropped."""
-        return [
-            event
-            for row, token in zip(flight.rows, flight.landed(), strict=True)
-            if row.reason is None
-            for event in self._take(row, token)
-        ]
+        if flight is None:
+            return
+        for row, (token, scores) in zip(flight.rows, flight.landed(), strict=True):
+            if row.reason is None:
+                self._take(row, token, scores, events)
 
-    def _take(self, row: Row, token: int) -> list[Event]:
+    def _take(self, row: Row, token: int, scores: tuple[TokenScores, ...], events: list[Event]) -> None:
         """Add a token to a row."""
         row.tokens.append(token)
+        reason: Reason | None = None
+        shown = ""
         if token in row.settings.eos:
-            return [self._end(row, "eos", (token,))]
-        shown = "" if row.text is None else row.text.push(token)
-        if row.text is not None and row.text.stopped:
-            return [self._end(row, "stop", (token,), shown)]
-        if self._ends_by_count(row):
-            full = len(row.tokens) < row.settings.max_new_tokens
-            return [self._end(row, "full" if full else "length", (token,), shown)]
-        return [Event(row.number, (token,), shown)]
+            reason = "eos"
+        else:
+            shown = "" if row.text is None else row.text.push(token)
+            if row.text is not None and row.text.stopped:
+                reason = "stop"
+            elif self._ends_by_count(row):
+                reason = "full" if len(row.tokens) < row.settings.max_new_tokens else "length"
+        event = Event(row.number, (token,), shown) if reason is None else self._end(row, reason, (token,), shown)
+        events.append(event._replace(scores=scores))
 
     def _ends_by_count(self, row: Row, pending: int = 0) -> bool:
         """Whether a row has all tokens that it may have, once so many more have come."""
@@ -264,6 +390,18 @@ def _fill(choices: Choices, rows: Sequence[Row]) -> None:
         strict=True,
     ):
         tensor[: len(rows)].copy_(torch.tensor(values, dtype=tensor.dtype))
+
+
+def _scores(rows: Sequence[Row], logits: Tensor, tokens: Tensor) -> _Scores | None:
+    """Log-probabilities of what was chosen and of the likeliest, of the rows that want them; `None` if none does."""
+    asking = {number: row.settings.logprobs for number, row in enumerate(rows) if row.settings.logprobs is not None}
+    if not asking:
+        return None
+    numbers = torch.tensor(list(asking), device=logits.device)
+    found, chosen = logits[numbers].float().log_softmax(dim=-1), tokens[numbers]
+    values, ids = found.topk(min(max(asking.values()), found.shape[-1]), dim=-1)
+    own = found.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    return _Scores(list(asking), list(asking.values()), chosen, own, values, ids)
 
 
 def _mode(rows: Sequence[Row]) -> Mode:

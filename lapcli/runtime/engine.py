@@ -1,6 +1,7 @@
 """The decode engine: a stock checkpoint, a pool of row states, steps that read them once and write them once."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,23 @@ class Prefilled(NamedTuple):
 
     slot: int
     logits: Tensor
+
+
+@dataclass
+class Filling:
+    """A prompt that goes through the model piece by piece.
+
+    Attributes:
+        slot: where its state will lie.
+        tokens: `[1, T]`.
+        cache: what the model remembers of the pieces so far.
+        seen: tokens of them.
+    """
+
+    slot: int
+    tokens: Tensor
+    cache: Any
+    seen: int = 0
 
 
 class Engine:
@@ -244,6 +262,36 @@ class Engine:
             self.slots.positions[slot] = seen
             self.plan.prefiller.store(cache, row, slot, seen)
         return [Prefilled(slot, logits[row]) for row, slot in enumerate(slots)]
+
+    def begin(self, tokens: Sequence[int]) -> Filling:
+        """Take a slot for a prompt that `fill` takes in piece by piece; `release` of its slot gives it up.
+
+        Raises:
+            ModelError: no slot is free, or the row would be longer than `max_length`.
+            UsageError: there is no token, or one is not in the vocabulary.
+        """
+        self.check_prompt(tokens)
+        on_device, cache = torch.tensor([list(tokens)], device=self.device), self.plan.prefiller.cache()
+        return Filling(self.slots.take(), on_device, cache)
+
+    @torch.no_grad()
+    def fill(self, filling: Filling, count: int) -> Prefilled | None:
+        """Take in the next `count` tokens of a prompt, or as many as are left.
+
+        Between two pieces the rows of other slots may go on. A piece that failed leaves what is remembered undefined:
+        release the slot and begin anew.
+
+        Returns:
+            The row, once all of it was taken in; else `None`.
+        """
+        part = filling.tokens[:, filling.seen : filling.seen + count]
+        logits = self.plan.prefiller.forward(part, filling.cache, filling.seen)
+        filling.seen += part.shape[1]
+        if filling.seen < filling.tokens.shape[1]:
+            return None
+        self.slots.positions[filling.slot] = filling.seen
+        self.plan.prefiller.store(filling.cache, 0, filling.slot, filling.seen)
+        return Prefilled(filling.slot, logits[0])
 
     def occupy(self, rows: int, position: int) -> list[int]:
         """Take slots for rows that pretend to have seen `position` tokens, all states zero: for measuring steps.

@@ -21,6 +21,7 @@ class GenerationSettings:
         seed: of the row's draws.
         eos: token ids that end the row; they are counted and not shown.
         stop: texts that end the row; neither they nor what follows is shown. They need a tokenizer.
+        logprobs: with each token come its log-probability and those of the so many likeliest; `None` for neither.
 
     Raises:
         UsageError: a value that makes no sense.
@@ -33,6 +34,7 @@ class GenerationSettings:
     seed: int = 0
     eos: frozenset[int] = field(default_factory=frozenset)
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Check."""
@@ -46,6 +48,8 @@ class GenerationSettings:
             raise UsageError(f"--top-p {self.top_p}: above 0, and at most 1 (all)")
         if any(not text for text in self.stop):
             raise UsageError("--stop: an empty text ends every row before it begins")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise UsageError(f"logprobs {self.logprobs}: 0 (of the token alone) or more")
 
 
 class DecodePath(NamedTuple):
@@ -77,6 +81,20 @@ class DecodePath(NamedTuple):
         return f"decoding: {how}{kernel}, {'CUDA graphs' if self.graph else 'no CUDA graphs'} ({self.reason})"
 
 
+class TokenScores(NamedTuple):
+    """How likely a token was, by the model's logits as they are: before temperature, `top_k` and `top_p`.
+
+    Attributes:
+        token: its id.
+        logprob: its natural log-probability.
+        top: ids and log-probabilities of the likeliest, as many as asked for, the likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Event(NamedTuple):
     """Something new of a row.
 
@@ -85,9 +103,11 @@ class Event(NamedTuple):
         tokens: token ids that came.
         text: what is new of its text; empty without a tokenizer, or while a character or a stop text is not whole.
         reason: why the row ended, with its last event; else `None`.
+        scores: of each token, where the row's settings ask for them.
     """
 
     row: int
     tokens: tuple[int, ...]
     text: str = ""
     reason: Reason | None = None
+    scores: tuple[TokenScores, ...] = ()

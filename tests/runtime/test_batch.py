@@ -1,6 +1,7 @@
 """Continuous batching: what a row gets does not depend on who else is there."""
 
 import pytest
+import torch
 
 from lapcli.errors import UsageError
 from lapcli.families.loading import load_model
@@ -131,6 +132,98 @@ def test_a_prompt_that_fails_waits_on(engine, reference, monkeypatch):
             batch.advance()
     assert (batch.waiting, batch.active, engine.slots.free) == (2, 0, 4)
     assert run(batch) == {row: (greedy(reference, prompt, 2), "", "length") for row, prompt in enumerate(prompts)}
+
+
+def test_long_prompts_go_through_piece_by_piece_between_steps(engine, reference):
+    """While a long prompt is on its way, a row that is under way gets a token a step."""
+    long, short = prompts_of(50, 4)
+    batch = Batch(engine, piece=8)
+    batch.add(short, GenerationSettings(max_new_tokens=20))
+    found = {0: batch.advance()[0].tokens, 1: ()}
+    batch.add(long, GenerationSettings(max_new_tokens=5))
+    before = None
+    while batch.unfinished:
+        for event in batch.advance():
+            found[event.row] += event.tokens
+        if found[1] and before is None:
+            before = len(found[0])
+    assert found == {0: greedy(reference, short, 20), 1: greedy(reference, long, 5)}
+    # Seven pieces, the last of which lets the row join; the tokens of a step are read a step late.
+    assert 6 <= before <= 9
+    assert engine.slots.free == 4
+
+
+def test_a_prompt_on_its_way_is_cancelled_or_fails(engine, reference, monkeypatch):
+    long, short = prompts_of(50, 4)
+    batch = Batch(engine, piece=8)
+    batch.add(long, GenerationSettings(max_new_tokens=3))
+    batch.add(short, GenerationSettings(max_new_tokens=3))
+    for _ in range(3):
+        batch.advance()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.plan.prefiller, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batch.advance()
+    assert (batch.waiting, batch.first_waiting, engine.slots.free) == (2, 0, 4)
+    for _ in range(3):
+        batch.advance()
+    assert engine.slots.free == 3
+    assert [event.reason for event in batch.cancel(0)] == ["cancelled"]
+    assert run(batch) == {1: (greedy(reference, short, 3), "", "length")}
+    batch.add(long, GenerationSettings(max_new_tokens=3))
+    batch.advance()
+    batch.close()
+    assert not batch.unfinished
+    assert engine.slots.free == 4
+
+
+def test_a_step_that_fails_halfway_is_done_again_with_fewer_rows(engine, reference, monkeypatch):
+    """The second layer of a step fails when the first has gone on: states are made anew from tokens."""
+    prompts = prompts_of(3, 8, 5)
+    batch = Batch(engine)
+    for prompt in prompts:
+        batch.add(prompt, GenerationSettings(max_new_tokens=9))
+    events = [event for _ in range(4) for event in batch.advance()]
+    second = engine.plan.sublayers[2].part
+    whole = type(second).__call__
+
+    def fails(self, hidden, rows):
+        if self is second:
+            raise torch.OutOfMemoryError
+        return whole(self, hidden, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(second), "__call__", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            batch.advance()
+    assert (batch.active, batch.waiting, engine.slots.free) == (0, 3, 4)
+    batch.most = 2
+    while batch.unfinished:
+        events += batch.advance()
+        assert batch.active <= 2
+    for row, prompt in enumerate(prompts):
+        assert tuple(t for event in events if event.row == row for t in event.tokens) == greedy(reference, prompt, 9)
+
+
+def test_log_probabilities_come_with_the_tokens_that_asked_for_them(engine, reference):
+    prompts = prompts_of(5, 9, 4)
+    batch = Batch(engine)
+    for prompt, count in zip(prompts, (3, None, 0), strict=True):
+        batch.add(prompt, GenerationSettings(max_new_tokens=4, temperature=0.7, seed=3, logprobs=count))
+    events = [event for _ in range(9) for event in batch.advance()]
+    for row, count in ((0, 3), (2, 0)):
+        tokens = list(prompts[row])
+        for event in (event for event in events if event.row == row):
+            wanted = full_logits(reference, tokens).log_softmax(-1)
+            (score,) = event.scores
+            assert score.token == event.tokens[0]
+            # fp32 logits of order 1, by another order of sums.
+            assert score.logprob == pytest.approx(wanted[score.token].item(), abs=1e-5)
+            assert [token for token, _ in score.top] == wanted.topk(count).indices.tolist()
+            assert [value for _, value in score.top] == pytest.approx(wanted.topk(count).values.tolist(), abs=1e-5)
+            tokens += event.tokens
+    assert all(event.scores == () for event in events if event.row == 1)
+    assert sum(len(event.tokens) for event in events) == 12
 
 
 def test_rows_held_otherwise_are_left_alone(engine, reference):
