@@ -21,8 +21,8 @@ DEFAULT_TOKENIZER = "demo:gdn"
 class PretrainingSettings(Settings):
     """What is trained, on which text, for how long, and how.
 
-    The optimiser's defaults are those of the framework that the papers trained in (flame on torchtitan): AdamW with
-    betas 0.9 and 0.95, a weight decay of 0.1, gradients clipped at 1, a cosine down to a tenth.
+    The optimiser's defaults are what is usual for such models: AdamW with betas 0.9 and 0.95, a weight decay of 0.1,
+    gradients clipped at 1, a cosine down to a tenth.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
