@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lapcli.errors import ModelError
+from lapcli.families.dual_state import TEACHERS
 from lapcli.families.registry import FAMILIES
 from lapcli.models.loss import IGNORED
 from lapcli.reporting import Reporter, SilentReporter
@@ -71,7 +72,7 @@ _FIELDS: dict[str, str] = {
 _UNREADABLE = ("logit_scale", "output_multiplier_scale")
 """Fields of other model types that change logits; one of them in a config here means a class that is not known."""
 
-_KNOWN = frozenset(_FIELDS).union(*(family.model_types for family in FAMILIES.values()))
+_KNOWN = frozenset(_FIELDS).union(TEACHERS, *(family.model_types for family in FAMILIES.values()))
 
 
 def head_of(model: nn.Module) -> Head:

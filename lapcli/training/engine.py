@@ -223,6 +223,7 @@ def train(
     lineage: Lineage,
     execution: Execution | None = None,
     vocabulary: int | None = None,
+    objective: Callable[..., Objective] = Objective,
     on_step: Callable[[StepDone], None] | None = None,
     on_validation: Callable[[int, Measured], None] | None = None,
     watch: Watch | None = None,
@@ -252,6 +253,7 @@ def train(
         lineage: what the training is known by, as `training_lineage` makes it for adapters.
         execution: how it runs here, the same in all processes.
         vocabulary: leading ids that both models have, as for `distillation_sums`.
+        objective: makes what is minimised of student, teacher, `vocabulary`, `temperature` and `autocast`.
         on_step: hears of every step, in each process.
         on_validation: hears of every validation: steps done, and means over what is held out; likewise.
         watch: a context that lasts as long as a validation, and gives what makes figures of what it saw there; they
@@ -277,7 +279,7 @@ def train(
     """
     loop = _Loop(
         student, teacher, stream, plan, settings, folder, lineage, execution or Execution(), vocabulary,
-        on_step or (lambda _done: None), on_validation or (lambda _step, _found: None),
+        objective, on_step or (lambda _done: None), on_validation or (lambda _step, _found: None),
         watch or (lambda: contextlib.nullcontext(dict)), doing,
         reporter or SilentReporter(), processes, device,
     )  # fmt: skip
@@ -323,6 +325,7 @@ class _Loop:
         lineage: Lineage,
         execution: Execution,
         vocabulary: int | None,
+        objective: Callable[..., Objective],
         on_step: Callable[[StepDone], None],
         on_validation: Callable[[int, Measured], None],
         watch: Watch,
@@ -347,7 +350,7 @@ class _Loop:
         if teacher is not None:
             teacher.requires_grad_(False).eval()
         self.model, self.base = student, unwrapped(student)
-        self.objective = Objective(
+        self.objective = objective(
             student,
             teacher,
             vocabulary=vocabulary,

@@ -1,6 +1,7 @@
 """Packed documents through a decoder, each as if it were alone.
 
-lapcli's own models read where documents begin. Models of transformers do so by halves: some hand `cu_seq_lens_q` or
+lapcli's own models read where documents begin, and so do decoders of softmax attention alone (`reads_packing`). Other
+models of transformers do so by halves: some hand `cu_seq_lens_q` or
 `seq_idx` on to the packages that they bind, whose PyTorch stand-ins take no notice of it, and others know neither, so
 that states would leak without a word. They get documents as rows of a batch, those of similar lengths together, each
 filled up at its end: what comes after a token has no say in its hidden state.
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapcli.families.dual_state import TEACHERS, teacher_type
 from lapcli.models.decoder import RecurrentPreTrainedModel
 from lapcli.models.loss import next_token_labels
 from lapcli.training.stream import PackedSequence, stack_sequences
@@ -84,8 +86,14 @@ def _together(lengths: Iterable[int]) -> dict[int, int]:
 
 
 def reads_packing(model: Any) -> bool:
-    """Whether a model keeps packed documents apart by their positions, as lapcli's own do."""
-    return isinstance(model, RecurrentPreTrainedModel)
+    """Whether a model keeps packed documents apart by their positions.
+
+    lapcli's own do, and so does softmax attention of transformers' decoders without a mask and a cache, with layers
+    that were converted to dual states among it.
+    """
+    config = getattr(model, "config", None)
+    softmax = teacher_type({"model_type": getattr(config, "model_type", None)}) in TEACHERS
+    return softmax or isinstance(model, RecurrentPreTrainedModel)
 
 
 def last_hidden(model: Any, batch: PackedBatch) -> Tensor:
@@ -102,8 +110,10 @@ def last_hidden(model: Any, batch: PackedBatch) -> Tensor:
     """
     decoder, device = model.get_decoder(), model.device
     if reads_packing(model):
-        # The positions are looked at in memory, so that the device need not be waited for.
-        output = decoder(input_ids=batch.ids.to(device), position_ids=batch.position_ids, use_cache=False)
+        # lapcli's own look at the positions in memory, so that the device need not be waited for.
+        own = isinstance(model, RecurrentPreTrainedModel)
+        positions = batch.position_ids if own else batch.position_ids.to(device)
+        output = decoder(input_ids=batch.ids.to(device), position_ids=positions, use_cache=False)
         return output.last_hidden_state.flatten(0, 1)
     tokens = batch.ids.flatten()
     if not batch.calls:

@@ -1,0 +1,313 @@
+"""Conversion of a Transformer to dual-state attention, layer by layer: each prefix of the order is a working model.
+
+One directory holds it all: the teacher (`base/`), what was measured of its layers (`sensitivity.safetensors`), the
+layers that are converted, one artifact each in the order of their conversion (`prefixes/`), the curve of each training
+(`training/`), a summary (`conversion.json`) and the models that were asked for (`models/`). A prefix needs the
+artifacts up to its own, so that any fraction can be written out later, and a conversion goes on from where it is.
+
+Source: arXiv 2506.09316, Sec. 4.3 and 4.4.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lapcli.artifacts import Artifact, Lineage, RunDirectory, artifact_digest, atomic_directory, write_document
+from lapcli.data import check_source, parse_mixture
+from lapcli.errors import ArtifactError, ModelError, UsageError
+from lapcli.evaluation.harness import check_names
+from lapcli.evaluation.tasks import expand, parse_tasks
+from lapcli.families.dual_state import TEACHERS, model_code
+from lapcli.families.remote.lapcli_dual_state import DualStateSettings
+from lapcli.families.source import LOADED_BY_CODE, ModelSource, refuse_quantised, resolve_model
+from lapcli.linearising.chain import Chain
+from lapcli.linearising.layer_order import layer_order
+from lapcli.linearising.plan import SUMMARY_FILE, LinearisingPlan, Place, Shape
+from lapcli.linearising.record import MEND, converted, measured, stored, summarise
+from lapcli.linearising.settings import LinearisingSettings, layers_of
+from lapcli.machine import Machine
+from lapcli.reporting import Reporter, SilentReporter
+from lapcli.stages.calibration import check_length
+from lapcli.stages.dual_state_writing import write_converted
+from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_stale, sliced_lineage
+
+
+@dataclass(frozen=True)
+class LinearisingResult:
+    """What a conversion left.
+
+    Attributes:
+        output: the model of the fraction that was asked for.
+        order: the layers in the order of their conversion, as far as they are converted.
+        prefixes: what was measured of each prefix.
+        teacher: of the teacher on the same text.
+        correlations: of the measures of sensitivity.
+        worked: whether anything was done now.
+    """
+
+    output: Path
+    order: list[int]
+    prefixes: list[dict[str, Any]]
+    teacher: dict[str, float]
+    correlations: dict[str, float]
+    worked: bool
+
+    def document(self) -> dict[str, Any]:
+        """The result, JSON-able."""
+        return {
+            "converted": str(self.output),
+            "worked": self.worked,
+            "order": self.order,
+            "prefixes": self.prefixes,
+            "teacher": self.teacher,
+            "rank_correlations": self.correlations,
+        }
+
+
+def plan_linearising(
+    source: ModelSource,
+    settings: LinearisingSettings,
+    fraction: str,
+    root: Path,
+    *,
+    output: Path | None = None,
+    overwrite: bool = False,
+) -> LinearisingPlan:
+    """Check a request and say what it means, without reading weights or text.
+
+    Args:
+        source: the teacher.
+        settings: of the conversion.
+        fraction: of the layers, as it was typed.
+        root: the directory of the conversion.
+        output: of the model; by default in that directory.
+        overwrite: whether a conversion of other inputs gives way.
+
+    Raises:
+        LapcliError: whatever the conversion would refuse and can be known now.
+    """
+    if source.config.get("model_type") not in TEACHERS:
+        if "dual_state" in source.config:
+            raise ModelError(
+                f"{source.name} is converted already", "name the model that it was made from, and a larger --fraction"
+            )
+        model_code(source.config)  # raises, with those that can be converted
+    refuse_quantised(source.config, source.name)
+    assert source.headers  # raises where there are no safetensors, or damaged ones
+    source.check_tokenizer()
+    for part in (settings.sensitivity, settings.distillation):
+        check_length(source, part.seq_len)
+        for each in parse_mixture(part.data):
+            check_source(each.name)
+    if settings.order.startswith("task:"):
+        infos = expand(parse_tasks([settings.order.removeprefix("task:")]))
+        check_names([info.harness_name for info in infos if info.harness_name is not None])
+    shape, place = Shape.of(source.config), Place(root)
+    number = layers_of(fraction, shape.layers)
+    plan = LinearisingPlan(
+        source, settings, shape, number, place, 0, (), output or place.model(number, shape.layers), overwrite
+    )
+    if settings.layer.window is not None and plan.window() < 1:
+        raise UsageError(
+            f"{settings.layer.sinks} sinks take the memory of the states already",
+            "pass fewer --sinks, or more --states",
+        )
+    if overwrite or not root.exists():
+        return plan
+    _check_ours(place)
+    found = measured(plan)
+    return replace(plan, done=len(converted(plan)), measured=() if found is None else found.names)
+
+
+def linearise_into(
+    plan: LinearisingPlan,
+    *,
+    machine: Machine | None = None,
+    micro_batch: int | None = None,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    reporter: Reporter | None = None,
+) -> LinearisingResult:
+    """Convert layers in order of sensitivity, or go on where that was stopped; then write the model that was asked for.
+
+    Args:
+        plan: of `plan_linearising`.
+        machine: where it runs.
+        micro_batch: sequences that are computed at once.
+        tasks: on which each prefix that is trained now is measured, beside the held-out text.
+        limit: items of each task.
+        reporter: where progress goes.
+
+    Raises:
+        LapcliError: text that is too short, weights that are not finite, a full disk, other inputs than those of the
+            conversion that is there.
+    """
+    machine, reporter = machine or Machine(), reporter or SilentReporter()
+    place = plan.place
+    with RunDirectory(place.root).lock():
+        if plan.overwrite:
+            _forget(place)
+        worked = _keep_base(plan, reporter)
+        order, found = layer_order(plan, machine, reporter)
+        worked = bool(Chain(plan, order, machine, micro_batch, tasks, limit, reporter).run()) or worked
+        prefixes = converted(plan)
+        summary = summarise(plan, prefixes, found)
+        exported = export_prefix(place.root, plan.number, plan.output, overwrite=plan.overwrite, reporter=reporter)
+    return LinearisingResult(
+        plan.output,
+        [artifact.lineage.settings["layer"] for artifact in prefixes],
+        summary["prefixes"],
+        summary["teacher"],
+        summary["rank_correlations"],
+        worked or exported,
+    )
+
+
+def export_prefix(
+    root: Path,
+    number: int,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+) -> bool:
+    """Write the model whose first `number` layers, in the order of their conversion, are converted.
+
+    Args:
+        root: the directory of the conversion.
+        number: of layers.
+        output: the model's directory.
+        overwrite: whether something else there gives way.
+        reporter: where progress goes.
+
+    Returns:
+        Whether it was written now; it is not where the very model is there already.
+
+    Raises:
+        ArtifactError: so many layers were not converted; something else lies at `output`; a full disk.
+    """
+    place = Place(root)
+    found = stored(place)
+    base = resolve_model(str(place.base))
+    count = Shape.of(base.config).layers
+    if number > len(found):
+        raise ArtifactError(
+            f"{root} holds {len(found)} converted layers of {count}, and {number} are asked for",
+            f"lapcli convert MODEL --to dsla --fraction {number / count:.4g} --output {root}",
+        )
+    chosen = found[:number]
+    lineage = Lineage(
+        kind="model",
+        model=base.describe(),
+        family="dsla",
+        settings={"stage": "linearising", "layers": [each.lineage.settings["layer"] for each in chosen]},
+        parents={"layer": artifact_digest(chosen[-1])},
+    )
+    if output.exists() and not overwrite:
+        there = sliced_lineage(output)
+        if there is None:
+            raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
+        refuse_stale(lineage, there, output, "pass --overwrite, or name another place")
+        if resolve_model(str(output)).digest == there.record.get(OWN_DIGEST):
+            return False
+        (reporter or SilentReporter()).warn(f"{output} is damaged; it is made again")
+    tensors: dict[str, Tensor] = {}
+    for artifact in chosen:
+        tensors |= artifact.tensors()
+    settings = DualStateSettings(**{**chosen[-1].lineage.settings["dual_state"], "layers": lineage.settings["layers"]})
+    write_converted(
+        base, settings.as_config(), tensors, output,
+        card=_card(base, chosen, count), overwrite=True, reporter=reporter,
+    )  # fmt: skip
+    write_document(output / LINEAGE_FILE, replace(lineage, record={OWN_DIGEST: resolve_model(str(output)).digest}))
+    return True
+
+
+def number_of(root: Path, fraction: str) -> int:
+    """How many layers a fraction of a conversion's teacher is.
+
+    Raises:
+        ArtifactError: there is no conversion.
+        UsageError: it is no fraction.
+    """
+    if not (root / "base").is_dir():
+        raise ArtifactError(f"{root} holds no conversion to dsla", "make one with lapcli convert MODEL --to dsla")
+    return layers_of(fraction, Shape.of(resolve_model(str(root / "base")).config).layers)
+
+
+def default_export(root: Path, number: int) -> Path:
+    """Where the model of a prefix goes if nobody says."""
+    return Place(root).model(number, Shape.of(resolve_model(str(root / "base")).config).layers)
+
+
+def _keep_base(plan: LinearisingPlan, reporter: Reporter) -> bool:
+    """Put the teacher into the directory: links where the file system has them, copies elsewhere."""
+    base = plan.place.base
+    if base.is_dir():
+        if resolve_model(str(base)).digest == plan.source.digest:
+            return False
+        raise ArtifactError(f"{base} is not {plan.source.name}, which is to be converted there", MEND)
+    files = [path for path in plan.source.path.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    with (
+        atomic_directory(base) as folder,
+        reporter.task(f"keeping {plan.source.name}", total=len(files), unit="files") as task,
+    ):
+        for path in files:
+            target = folder / path.relative_to(plan.source.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path.resolve(), target)
+            except OSError:
+                shutil.copyfile(path, target)
+            task.advance()
+    return True
+
+
+def _check_ours(place: Place) -> None:
+    """Refuse a directory with anything in it that a conversion does not write."""
+    ours = {"base", "prefixes", "training", "models", SUMMARY_FILE, place.sensitivity.name}
+    if not place.root.is_dir():
+        raise ArtifactError(f"{place.root} is no directory", "name another with --output")
+    other = sorted(path.name for path in place.root.iterdir() if path.name not in ours and path.name[0] != ".")
+    if other:
+        raise ArtifactError(
+            f"{place.root} holds {other[0]}, which no conversion writes", "name another directory with --output"
+        )
+
+
+def _forget(place: Place) -> None:
+    """Remove an earlier conversion, and nothing else."""
+    _check_ours(place)
+    for path in (place.base, place.prefixes, place.root / "training", place.root / "models"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in (place.summary, place.sensitivity):
+        path.unlink(missing_ok=True)
+
+
+def _card(base: ModelSource, chosen: Sequence[Artifact], count: int) -> str:
+    last = chosen[-1].lineage.record
+    settings = chosen[-1].lineage.settings
+    rows = "".join(
+        f"| {each['number']} | {each['layer']} | {each['alignment']['before']:.4f} | "
+        f"{each['alignment']['after']:.4f} | {each['kl']:.4f} | {math.exp(each['cross_entropy']):.3f} |\n"
+        for each in (artifact.lineage.record for artifact in chosen)
+    )
+    distillation = settings["distillation"]
+    what = "sliding windows with sinks" if settings["dual_state"]["window"] is not None else "dual-state attention"
+    return (
+        f"# {base.config.get('model_type')} with {len(chosen)} of {count} attention layers as {what}\n\n"
+        f"Made by lapcli (`lapcli convert --to dsla`). Each layer was trained on {last['tokens']} tokens of "
+        f"`{distillation['data']}`"
+        + (" with those before it in place" if distillation["chained"] else " by itself")
+        + f". Held out: {distillation['validation']} sequences of {distillation['seq_len']} tokens, on which the "
+        f"teacher has a perplexity of {math.exp(last['teacher_cross_entropy']):.3f}.\n\n"
+        "| number | layer | alignment before | after | KL of the prefix | perplexity of the prefix |\n"
+        f"| --- | --- | --- | --- | --- | --- |\n{rows}\n{LOADED_BY_CODE}\n\n"
+        f"`{LINEAGE_FILE}` holds what it was made from. The teacher's licence holds.\n"
+    )
