@@ -373,14 +373,8 @@ def _tables(runs: list[dict[str, Any]]) -> str:
         groups = [[(task, n) for n in near] for task in NEEDLES] + [[(task, n) for task in NEEDLES for n in far]]
         for name, pairs in paired.items():
             if pairs:
-                cells = [
-                    str(len(pairs)),
-                    _error([_value(a, "builtin", None) - _value(b, "builtin", None) for a, b in pairs], 2),
-                ]
-                cells += [
-                    _error([mean(_value(a, *c) - _value(b, *c) for c in group) for a, b in pairs], 3) if group else ""
-                    for group in groups
-                ]
+                cells = [str(len(pairs)), _error([_gap(*pair, [("builtin", None)]) for pair in pairs], 2)]
+                cells += [_error([_gap(*pair, group) for pair in pairs], 3) for group in groups]
                 lines.append(f"| {VARIANTS[name]} | " + " | ".join(cells) + " |")
     dates, machines = sorted({run["date"] for run in runs}), sorted({run["machine"] for run in runs})
     said = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -401,23 +395,37 @@ def _perplexity(run: dict[str, Any]) -> float:
     return exp(run["training"]["after"]["cross_entropy"])
 
 
-def _value(run: dict[str, Any], task: str, length: int | None) -> float:
+def _value(run: dict[str, Any], task: str, length: int | None) -> float | None:
+    """What a run scored; `None` where it was not measured, since a prompt of that length has no room for the task."""
     metric = "token_perplexity" if length is None else None
     found = [
         row["values"]["model"]["value"]
         for row in run["rows"]
         if row["task"] == task and row["length"] == length and metric in (None, row["metric"])
     ]
-    if len(found) != 1:
+    if len(found) > 1:
         raise SystemExit(f"{run['variant']}, seed {run['seed']}: {len(found)} values of {task} at {length}")
-    return found[0]
+    return found[0] if found else None
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
+def _gap(one: dict[str, Any], other: dict[str, Any], group: Sequence[tuple[str, int | None]]) -> float | None:
+    """The mean difference of two runs over some scores; `None` where both have none of them."""
+    pairs = [(_value(one, *each), _value(other, *each)) for each in group]
+    gaps = [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
+    return mean(gaps) if gaps else None
+
+
+def _spread(found: Sequence[float | None], digits: int) -> str:
+    values = [value for value in found if value is not None]
+    if not values:
+        return "not measured"
     return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def _error(values: Sequence[float], digits: int) -> str:
+def _error(found: Sequence[float | None], digits: int) -> str:
+    values = [value for value in found if value is not None]
+    if not values:
+        return "not measured"
     error = f" ± {stdev(values) / sqrt(len(values)):.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):+.{digits}f}{error}"
 

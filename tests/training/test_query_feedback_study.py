@@ -86,6 +86,17 @@ def test_what_does_not_compare_is_not_in_one_table(runs):
     assert study.write([runs, runs]) == table
 
 
+def test_what_has_no_room_for_a_task_is_said_not_measured(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    for variant in ("gdn", "qdelta"):
+        made = line(variant, 0)
+        made["rows"] = [row for row in made["rows"] if (row["task"], row["length"]) != ("niah_single_3", 512)]
+        study.add_line(path, made)
+    (gdn, (_, paired)) = (cells(study.write([path]), study.VARIANTS[name]) for name in ("gdn", "qdelta"))
+    assert gdn[0][3:] == ["0.500", "0.500", "0.500", "0.500", "not measured", "0.500"]
+    assert paired == ["1", "+0.00", "+0.000", "+0.000", "not measured", "+0.000"]
+
+
 def test_a_line_that_was_cut_short_is_none_and_spoils_no_other(runs):
     whole = runs.read_text()
     runs.write_text(whole + whole.splitlines()[0][:50])
