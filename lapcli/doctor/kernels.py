@@ -211,8 +211,9 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
         # What multiplies in the dtype of its inputs is used with bf16, which triton's interpreter does not know.
         rounding = impl not in ("reference", "chunked")
         dtype = torch.bfloat16 if rounding and not (impl == "triton" and device.type == "cpu") else torch.float32
-        for gate, erase in ((0.3, None), (None, None), (0.3, "value")):
-            variant = variant_of(gated=gate is not None, erasing=erase is not None)
+        # Query feedback is the erase direction that models have.
+        for gate, feedback in ((0.3, False), (None, False), (0.3, True)):
+            variant = variant_of(gated=gate is not None, erasing=feedback)
             for way in ("forward", "backward", "decode"):
                 if impl == "reference" and way == "decode":
                     continue  # it takes a step at a time whatever it is given
@@ -220,7 +221,7 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                 def run(
                     impl: str = impl,
                     gate: Any = gate,
-                    erase: Any = erase,
+                    feedback: bool = feedback,
                     way: Way = way,
                     dtype: torch.dtype = dtype,
                     rounding: bool = rounding,
@@ -235,7 +236,7 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                         width = (
                             (key_width, value_width) if device.type == "cuda" else (key_width // 2, value_width // 4)
                         )
-                        case = _recurrence(way, gate, erase, *width, dtype)
+                        case = _recurrence(way, gate, feedback, *width, dtype)
                         # A chunk's products have as many summands as the chunk is long, where the recurrence rounds
                         # each step; sums in fp32 round each term on the key axis too, those of half precision do not.
                         terms = (SHORT if way == "decode" else CHUNK) * (1 if rounding else width[0])
@@ -244,7 +245,7 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                     return found
 
                 why = why_not(
-                    impl, device, dtype, key_width=64, gated=gate is not None, erasing=erase is not None,
+                    impl, device, dtype, key_width=64, gated=gate is not None, erasing=feedback,
                     needs_gradient=way == "backward",
                 )  # fmt: skip
                 cost = 0 if not rounding else 2 if impl == "fla" and way == "backward" else 1
@@ -261,12 +262,12 @@ class _Recurrence(NamedTuple):
 
 @cache
 def _recurrence(
-    way: Way, gate: float | None, erase: str | None, key_width: int, value_width: int, dtype: torch.dtype
+    way: Way, gate: float | None, feedback: bool, key_width: int, value_width: int, dtype: torch.dtype
 ) -> _Recurrence:
     """Once for all implementations."""
     inputs = delta_rule_inputs(
         batch=1, time=SHORT if way == "decode" else LENGTH, value_heads=4, key_width=key_width,
-        value_width=value_width, gate=gate, erase=erase, state=True,
+        value_width=value_width, gate=gate, feedback=feedback, state=True,
     ).to(dtype)  # fmt: skip
     exact = inputs.to(torch.float64)
     truth = _results(transition_recurrence, exact, way)
