@@ -103,8 +103,16 @@ def implementations(
         return
     default = choose_tiles(shape.key_width, shape.value_width, dtype)
     # The two kernels do not depend on each other's tiles: one is varied at a time.
-    walks = [Tiles(*choice) for choice in ((128, 4, 2), (64, 4, 2), (64, 4, 1), (64, 4, 3), (128, 8, 2))]
-    for tiles in dict.fromkeys((*walks, default._replace(series=False))):
+    walks = [
+        Tiles(128, 4, 2, ahead=True),
+        Tiles(128, 4, 2, fold=True),
+        Tiles(128, 4, 2, fold=True, ahead=True),
+        Tiles(64, 4, 1, ahead=True, registers=128),
+        Tiles(64, 4, 1, ahead=True, registers=168),
+        Tiles(64, 4, 1, registers=128),
+        Tiles(128, 8, 2, ahead=True, registers=128),
+    ]
+    for tiles in dict.fromkeys((*walks, *(default._replace(prepare_registers=most) for most in (200, 168, 128)))):
         if tiles.value_block <= shape.value_width:
             yield "triton " + " ".join(map(str, tiles)), ours(tiles)
 

@@ -57,10 +57,11 @@ def test_value_widths(value_width, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("series", [False, True], ids=["substitution", "series"])
-@pytest.mark.parametrize("block", [16, 32, 64], ids="BV{}".format)
-def test_tiles(block, series, dtype):
-    check_tiles(Tiles(block, 4, 2, 2, series), dtype, "cuda")
+@pytest.mark.parametrize("fold", [False, True], ids=["after", "fold"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128], ids="BV{}".format)
+def test_tiles(block, ahead, fold, dtype):
+    check_tiles(Tiles(block, 4, 2, fold, ahead), dtype, "cuda")
 
 
 @DTYPES

@@ -133,7 +133,7 @@ def _gradients(
     block = min(64, tiles.value_block)
     launch: Any = walk_back[(layout.count * value_heads * -(-value_width // block),)]
     launch(
-        q_, k_, x, d_o, kept.solved, kept.read, kept.factors, kept.kept, d_final.contiguous(), d_initial, ends, d_b,
+        q_, k_, x, d_o, kept.pairs, kept.factors, kept.kept, d_final.contiguous(), d_initial, ends, d_b,
         bounds, chunk_starts, time, layout.chunks, *inputs, *d_o.stride()[:3], **shared,
         BK0=block0, BK1=block1, BV=block, INITIAL=initial_state is not None,
         num_warps=tiles.warps, num_stages=tiles.stages,

@@ -10,11 +10,11 @@ Names are those of this folder's README: in a chunk `U = (I + A)^-1 B`, `B = bet
 import triton
 import triton.language as tl
 
-from lapkernels.delta_rule.triton_chunked import course, tile, whereabouts
+from lapkernels.delta_rule.triton_chunked import BLOCK, course, tile, whereabouts
 
 
 @triton.jit
-def walk_back(q, k, x, d_o, solved, read, factors, kept, d_final, d_initial, ends, d_b, bounds, chunk_starts,
+def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b, bounds, chunk_starts,
               time, chunks,
               q_row, q_step, q_head, k_row, k_step, k_head, x_row, x_step, x_head, d_o_row, d_o_step, d_o_head,
               H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -55,14 +55,16 @@ def walk_back(q, k, x, d_o, solved, read, factors, kept, d_final, d_initial, end
         x += row * x_row + (begin + first) * x_step + (value_head if ERASE_R else head) * x_head
     at = (chunk + count - 1) * HV + value_head
     left = length - first
+    near, far = steps[:, None] // BLOCK, steps[None, :] // BLOCK
     for _ in range(count):
         k0 = tile(k, k_step, left, 0, BK0, C, K)
         q0 = tile(q, q_step, left, 0, BK0, C, K)
         x0 = tile(x, x_step, left, 0, BK0, C, K) if ERASE else k0
         d_out = tl.load(d_o + (steps[:, None] * d_o_step + columns[None, :]),
                         mask=(steps < left)[:, None] & inside[None, :], other=0.0)  # fmt: skip
-        inverse = tl.load(solved + at * C * C + (steps[:, None] * C + steps[None, :]))
-        pairs = tl.load(read + at * C * C + (steps[:, None] * C + steps[None, :]))
+        pair = pairs + at * 2 * C * C + (steps[:, None] * C + steps[None, :])
+        reads = tl.trans(tl.load(pair, mask=near >= far, other=0.0))
+        solved = tl.load(pair + C * C, mask=near <= far, other=0.0)
         factor = factors + at * 4 * C + steps
         tl.store(ends + at * K * V + at0, ds0.to(ends.dtype.element_ty), mask=mask0)
         d_update = tl.dot(k0, ds0.to(dtype), input_precision=PRECISION)
@@ -73,8 +75,8 @@ def walk_back(q, k, x, d_o, solved, read, factors, kept, d_final, d_initial, end
             tl.store(ends + at * K * V + at1, ds1.to(ends.dtype.element_ty), mask=mask1)
             d_update += tl.dot(k1, ds1.to(dtype), input_precision=PRECISION)
         d_update *= tl.load(factor + 2 * C)[:, None]
-        d_update = tl.dot(tl.trans(pairs), d_out, d_update, input_precision=PRECISION)
-        change = tl.dot(tl.trans(inverse), d_update.to(dtype), input_precision=PRECISION)
+        d_update = tl.dot(reads, d_out, d_update, input_precision=PRECISION)
+        change = tl.dot(solved, d_update.to(dtype), input_precision=PRECISION)
         tl.store(d_b + at * C * V + (steps[:, None] * V + columns[None, :]), change.to(d_b.dtype.element_ty),
                  mask=inside[None, :])  # fmt: skip
         d_read = (tl.load(factor + C)[:, None] * d_out.to(tl.float32)).to(dtype)

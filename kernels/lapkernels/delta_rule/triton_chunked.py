@@ -37,6 +37,52 @@ def tile(base, step_stride, left, FIRST: tl.constexpr, N: tl.constexpr, C: tl.co
 
 
 @triton.jit
+def columns_of(base, step_stride, left, FIRST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr):
+    """As `tile`, transposed: [N, C]."""
+    steps, channels = tl.arange(0, C), FIRST + tl.arange(0, N)
+    mask = (steps < left)[None, :]
+    if FIRST + N > WIDTH:
+        mask = mask & (channels < WIDTH)[:, None]
+    return tl.load(base + (steps[None, :] * step_stride + channels[:, None]), mask=mask, other=0.0)
+
+
+@triton.jit
+def scaled(x, by, FOLD: tl.constexpr):
+    """By factors of rows or columns, in its own dtype."""
+    if FOLD:
+        return (x.to(tl.float32) * by).to(x.dtype)
+    return x
+
+
+@triton.jit
+def fetch(ptr, COUNT: tl.constexpr):
+    """Bring COUNT elements, which begin a line of the caches, from memory into the second cache."""
+    LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    _fetch_each(ptr + tl.arange(0, COUNT // LINE) * LINE)
+
+
+@triton.jit
+def fetch_rows(base, step_stride, left, first, C: tl.constexpr, N: tl.constexpr):
+    """Channels first .. first + N of the *next* C steps, or of the sequence's last step, into the second cache."""
+    LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
+    rows = base + tl.minimum(C + tl.arange(0, C), left - 1) * step_stride + first
+    for channel in tl.static_range(0, N, LINE):
+        _fetch_each(rows + channel)
+
+
+@triton.jit
+def _fetch_each(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def part(base, step_stride, left, channel, N: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr):
     """As `tile`, from a channel that a loop counts, a multiple of N."""
     steps, channels = tl.arange(0, C), channel + tl.arange(0, N)
@@ -63,80 +109,83 @@ BLOCK: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
-def _lower_products(a, a_step, b, b_step, left, K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
-    """The blocks on and below the diagonal of `a b^T`, `[C, C]`, row by row: 00, 10, 11, 20, 21, 22, 30, 31, 32, 33."""
-    c00 = tl.zeros([BLOCK, BLOCK], tl.float32)
-    c10, c11, c20, c21, c22, c30, c31, c32, c33 = c00, c00, c00, c00, c00, c00, c00, c00, c00
+def _row_of_products(q, q_step, x, x_step, k, k_step, left, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                     NORM: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Block row N of `q k^T` and of `x k^T` up to the diagonal, four blocks each, and its block of `q q^T`."""
+    zero = tl.zeros([BLOCK, BLOCK], tl.float32)
+    c0, c1, c2, c3, a0, a1, a2, a3, own = zero, zero, zero, zero, zero, zero, zero, zero, zero
     for channel in range(0, K, BK):
-        b0 = tl.trans(part(b, b_step, left, channel, BK, BLOCK, K))
-        b1 = tl.trans(part(b + BLOCK * b_step, b_step, left - BLOCK, channel, BK, BLOCK, K))
-        b2 = tl.trans(part(b + 2 * BLOCK * b_step, b_step, left - 2 * BLOCK, channel, BK, BLOCK, K))
-        b3 = tl.trans(part(b + 3 * BLOCK * b_step, b_step, left - 3 * BLOCK, channel, BK, BLOCK, K))
-        row = part(a, a_step, left, channel, BK, BLOCK, K)
-        c00 += tl.dot(row, b0, input_precision=PRECISION)
-        row = part(a + BLOCK * a_step, a_step, left - BLOCK, channel, BK, BLOCK, K)
-        c10 += tl.dot(row, b0, input_precision=PRECISION)
-        c11 += tl.dot(row, b1, input_precision=PRECISION)
-        row = part(a + 2 * BLOCK * a_step, a_step, left - 2 * BLOCK, channel, BK, BLOCK, K)
-        c20 += tl.dot(row, b0, input_precision=PRECISION)
-        c21 += tl.dot(row, b1, input_precision=PRECISION)
-        c22 += tl.dot(row, b2, input_precision=PRECISION)
-        row = part(a + 3 * BLOCK * a_step, a_step, left - 3 * BLOCK, channel, BK, BLOCK, K)
-        c30 += tl.dot(row, b0, input_precision=PRECISION)
-        c31 += tl.dot(row, b1, input_precision=PRECISION)
-        c32 += tl.dot(row, b2, input_precision=PRECISION)
-        c33 += tl.dot(row, b3, input_precision=PRECISION)
-    return c00, c10, c11, c20, c21, c22, c30, c31, c32, c33
+        q_row = part(q + N * BLOCK * q_step, q_step, left - N * BLOCK, channel, BK, BLOCK, K)
+        x_row = part(x + N * BLOCK * x_step, x_step, left - N * BLOCK, channel, BK, BLOCK, K)
+        column = tl.trans(part(k, k_step, left, channel, BK, BLOCK, K))
+        c0 = tl.dot(q_row, column, c0, input_precision=PRECISION)
+        a0 = tl.dot(x_row, column, a0, input_precision=PRECISION)
+        if N >= 1:
+            column = tl.trans(part(k + BLOCK * k_step, k_step, left - BLOCK, channel, BK, BLOCK, K))
+            c1 = tl.dot(q_row, column, c1, input_precision=PRECISION)
+            a1 = tl.dot(x_row, column, a1, input_precision=PRECISION)
+        if N >= 2:
+            column = tl.trans(part(k + 2 * BLOCK * k_step, k_step, left - 2 * BLOCK, channel, BK, BLOCK, K))
+            c2 = tl.dot(q_row, column, c2, input_precision=PRECISION)
+            a2 = tl.dot(x_row, column, a2, input_precision=PRECISION)
+        if N == 3:
+            column = tl.trans(part(k + 3 * BLOCK * k_step, k_step, left - 3 * BLOCK, channel, BK, BLOCK, K))
+            c3 = tl.dot(q_row, column, c3, input_precision=PRECISION)
+            a3 = tl.dot(x_row, column, a3, input_precision=PRECISION)
+        if NORM:
+            own = tl.dot(q_row, tl.trans(q_row), own, input_precision=PRECISION)
+    return c0, c1, c2, c3, a0, a1, a2, a3, own
 
 
 @triton.jit
-def _over_length(x, step, left, K: tl.constexpr, BK: tl.constexpr, EPS: tl.constexpr):
-    """One over the length of each of BLOCK steps."""
-    squares = tl.zeros([BLOCK], tl.float32)
-    for channel in range(0, K, BK):
-        channels = part(x, step, left, channel, BK, BLOCK, K).to(tl.float32)
-        squares += tl.sum(channels * channels, 1)
-    return 1.0 / tl.sqrt(squares + EPS)
+def _over_length(product, EPS: tl.constexpr):
+    """One over the lengths of the steps whose products with each other are given: their squares lie on the diagonal."""
+    index = tl.arange(0, BLOCK)
+    return tl.rsqrt(tl.sum(tl.where(index[:, None] == index[None, :], product, 0.0), 1) + EPS)
 
 
 @triton.jit
-def _within(running, GATED: tl.constexpr):
-    """The decay from each step of a block to each later one; above the diagonal 1 or less, and of no use."""
+def _by_transposed(a, b, DTYPE: tl.constexpr):
+    """`a b^T` of fp32 results, multiplied as DTYPE."""
+    # The cast comes last: a transposition right before a product would go through shared memory, and need not.
+    return tl.dot(a.to(DTYPE), tl.trans(b).to(DTYPE), input_precision="ieee")
+
+
+@triton.jit
+def _inverse(lower, DTYPE: tl.constexpr):
+    """`(I + A)^-1` of a block, and its transpose, by products: of its blocks of four steps, then of them all.
+
+    Each is a series that ends after its third power, so that no power grows much beyond the result. A product takes its
+    second operand transposed: as tensor cores hold results, that moves nothing.
+    """
+    index = tl.arange(0, BLOCK)
+    near = (index[:, None] // 4) == (index[None, :] // 4)
+    identity = tl.where(index[:, None] == index[None, :], 1.0, tl.zeros([BLOCK, BLOCK], tl.float32))
+    upper = _by_transposed(identity, lower, DTYPE)
+    small, small_t = tl.where(near, lower, 0.0), tl.where(near, upper, 0.0)
+    far_t = tl.where(near, 0.0, upper)
+    squared_t = _by_transposed(small_t, small, DTYPE)
+    first = identity - small
+    inner = first + _by_transposed(first, squared_t, DTYPE)
+    inner_t = identity - small_t + _by_transposed(squared_t, first, DTYPE)
+    x, x_t = _by_transposed(inner, far_t, DTYPE), _by_transposed(far_t, inner, DTYPE)
+    first = identity - x
+    outer = first + _by_transposed(first, _by_transposed(x_t, x, DTYPE), DTYPE)
+    return _by_transposed(outer, inner_t, DTYPE), _by_transposed(inner_t, outer, DTYPE)
+
+
+@triton.jit
+def _within(running, by_column, GATED: tl.constexpr):
+    """The decay from each step of a block to each later one, times factors of columns; above the diagonal of no use."""
     if GATED:
-        return tl.exp(tl.minimum(running[:, None] - running[None, :], 0.0).to(tl.float32))
-    return tl.full([BLOCK, BLOCK], 1.0, tl.float32)
+        decay = tl.exp(tl.minimum(running[:, None] - running[None, :], 0.0).to(tl.float32))
+        return decay * by_column[None, :]
+    return tl.broadcast_to(by_column[None, :], (BLOCK, BLOCK))
 
 
 @triton.jit
 def _times(c, by_row, by_column):
     return c * by_row[:, None] * by_column[None, :]
-
-
-@triton.jit
-def _eliminate(t, lower, j):
-    """Step j of forward substitution on the rows of a block: each row below loses its share of row j."""
-    index = tl.arange(0, BLOCK)
-    column = tl.sum(tl.where(index[None, :] == j, lower, 0.0), 1)
-    row = tl.sum(tl.where(index[:, None] == j, t, 0.0), 0)
-    return t - column[:, None] * row[None, :]
-
-
-@triton.jit
-def _series(lower, PRECISION: tl.constexpr):
-    """`(I + A)^-1` of a block by products: of its blocks of four steps, then of them all.
-
-    Each is a series that ends after its third power, so that no power grows much beyond the result.
-    """
-    index = tl.arange(0, BLOCK)
-    near = (index[:, None] // 4) == (index[None, :] // 4)
-    small = tl.where(near, lower, 0.0)
-    squared = tl.dot(small, small, input_precision=PRECISION)
-    identity = tl.where(index[:, None] == index[None, :], 1.0, tl.zeros([BLOCK, BLOCK], tl.float32))
-    inverse = identity - small + squared - tl.dot(small, squared, input_precision=PRECISION)
-    x = tl.dot(inverse, tl.where(near, 0.0, lower), input_precision=PRECISION)
-    result = inverse - tl.dot(x, inverse, input_precision=PRECISION)
-    squared = tl.dot(x, x, input_precision=PRECISION)
-    return result + tl.dot(squared, result, input_precision=PRECISION)
 
 
 @triton.jit
@@ -146,62 +195,53 @@ def _store_block(ptr, c, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def _store_lower(ptr, c00, c10, c11, c20, c21, c22, c30, c31, c32, c33, C: tl.constexpr):
-    """A lower triangular matrix by its blocks, with the zeros above."""
-    none = tl.zeros([BLOCK, BLOCK], tl.float32)
-    _store_block(ptr, c00, 0, 0, C)
-    _store_block(ptr, none, 0, 1, C)
-    _store_block(ptr, none, 0, 2, C)
-    _store_block(ptr, none, 0, 3, C)
-    _store_block(ptr, c10, 1, 0, C)
-    _store_block(ptr, c11, 1, 1, C)
-    _store_block(ptr, none, 1, 2, C)
-    _store_block(ptr, none, 1, 3, C)
-    _store_block(ptr, c20, 2, 0, C)
-    _store_block(ptr, c21, 2, 1, C)
-    _store_block(ptr, c22, 2, 2, C)
-    _store_block(ptr, none, 2, 3, C)
-    _store_block(ptr, c30, 3, 0, C)
-    _store_block(ptr, c31, 3, 1, C)
-    _store_block(ptr, c32, 3, 2, C)
-    _store_block(ptr, c33, 3, 3, C)
+def _steps_of(x, step, left, DTYPE: tl.constexpr):
+    """Of BLOCK steps; zeros past the sequence."""
+    index = tl.arange(0, BLOCK)
+    return tl.load(x + index * step, mask=index < left, other=0.0).to(DTYPE)
 
 
 @triton.jit
 def _running(g, step, left, carried, GATED: tl.constexpr):
     """Running sums of the log decay over BLOCK steps, from `carried` on; and the last of them."""
-    index = tl.arange(0, BLOCK)
     if GATED:
-        decay = tl.load(g + index * step, mask=index < left, other=0.0).to(carried.dtype)
+        decay = _steps_of(g, step, left, carried.dtype)
         return tl.cumsum(decay, 0) + carried, carried + tl.sum(decay, 0)
     return tl.zeros([BLOCK], carried.dtype), carried
 
 
 @triton.jit
-def _store_factors(ptr, beta, running, last, unit_q, unit_k, scale, NUMBER: tl.constexpr, C: tl.constexpr,
-                   ERASE: tl.constexpr):  # fmt: skip
-    """What rows of products with the state are multiplied by: see `prepare`."""
-    index = tl.arange(0, BLOCK) + NUMBER * BLOCK
+def _store_row(factors, total, norm_q, norm_k, beta, running, last, unit_q, unit_k, scale, N: tl.constexpr,
+               C: tl.constexpr, GATED: tl.constexpr, ERASE: tl.constexpr, NORM: tl.constexpr,
+               KEEP: tl.constexpr):  # fmt: skip
+    """What `prepare` writes of each of BLOCK steps."""
+    index = tl.arange(0, BLOCK) + N * BLOCK
     from_start = tl.exp(running.to(tl.float32))
-    tl.store(ptr + index, beta * from_start * (1.0 if ERASE else unit_k))
-    tl.store(ptr + C + index, scale * from_start * unit_q)
-    tl.store(ptr + 2 * C + index, tl.exp((last - running).to(tl.float32)) * unit_k)
-    tl.store(ptr + 3 * C + index, beta)
+    tl.store(factors + index, beta * from_start * (1.0 if ERASE else unit_k))
+    tl.store(factors + C + index, scale * from_start * unit_q)
+    tl.store(factors + 2 * C + index, tl.exp((last - running).to(tl.float32)) * unit_k)
+    tl.store(factors + 3 * C + index, beta)
+    if KEEP:
+        if GATED:
+            tl.store(total + index, running)
+        if NORM:
+            tl.store(norm_q + index, unit_q)
+            tl.store(norm_k + index, unit_k)
 
 
 @triton.jit
-def prepare(q, k, x, g, beta, total, solved, read, factors, kept, norms, table, bounds, scale, time, chunks, all_chunks,
+def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds, scale, time, chunks, all_chunks,
             q_row, q_step, q_head, k_row, k_step, k_head, x_row, x_step, x_head, g_row, g_step, g_head,
             beta_row, beta_step, beta_head,
             H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
             GATED: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-            KEEP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
-            SERIES: tl.constexpr):  # fmt: skip
+            KEEP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
     """Of one chunk and value head: everything that no state enters.
 
-    solved: `(I + A)^-1`, [M, HV, C, C].  read: M, [M, HV, C, C], with the scale.  factors: [M, HV, 4, C], by which rows
-    of `X S`, of `Q S` and of U are multiplied, and beta.  kept: [M, HV], the decay over the chunk.  For a backward pass
-    also total: [M, HV, C], running sums of the log decay, and norms: [2, M, H, C], one over the lengths of q and of k.
+    pairs: [M, HV, 2, C, C], M with the scale, and `(I + A)^-1` transposed; blocks beyond the diagonal are not written.
+    factors: [M, HV, 4, C], by which rows of `X S`, of `Q S` and of U are multiplied, and beta.  kept:
+    [M, HV], the decay over the chunk.  For a backward pass also total: [M, HV, C], running sums of the log decay, and
+    norms: [2, M, H, C], one over the lengths of q and of k.
     """
     HV: tl.constexpr = H * R
     program = tl.program_id(0)
@@ -215,133 +255,139 @@ def prepare(q, k, x, g, beta, total, solved, read, factors, kept, norms, table, 
     k += row * k_row + first * k_step + head * k_head
     g += row * g_row + first * g_step + value_head * g_head
     beta += row * beta_row + first * beta_step + value_head * beta_head
-    beta0 = tl.load(beta + index * beta_step, mask=index < left, other=0.0).to(tl.float32)
-    beta1 = tl.load(beta + (index + BLOCK) * beta_step, mask=index + BLOCK < left, other=0.0).to(tl.float32)
-    beta2 = tl.load(beta + (index + 2 * BLOCK) * beta_step, mask=index + 2 * BLOCK < left, other=0.0).to(tl.float32)
-    beta3 = tl.load(beta + (index + 3 * BLOCK) * beta_step, mask=index + 3 * BLOCK < left, other=0.0).to(tl.float32)
+    left1, left2, left3 = left - BLOCK, left - 2 * BLOCK, left - 3 * BLOCK
+    beta0 = _steps_of(beta, beta_step, left, tl.float32)
+    beta1 = _steps_of(beta + BLOCK * beta_step, beta_step, left1, tl.float32)
+    beta2 = _steps_of(beta + 2 * BLOCK * beta_step, beta_step, left2, tl.float32)
+    beta3 = _steps_of(beta + 3 * BLOCK * beta_step, beta_step, left3, tl.float32)
     sum0, at1 = _running(g, g_step, left, tl.zeros([], total.dtype.element_ty), GATED)
-    sum1, at2 = _running(g + BLOCK * g_step, g_step, left - BLOCK, at1, GATED)
-    sum2, at3 = _running(g + 2 * BLOCK * g_step, g_step, left - 2 * BLOCK, at2, GATED)
-    sum3, last = _running(g + 3 * BLOCK * g_step, g_step, left - 3 * BLOCK, at3, GATED)
+    sum1, at2 = _running(g + BLOCK * g_step, g_step, left1, at1, GATED)
+    sum2, at3 = _running(g + 2 * BLOCK * g_step, g_step, left2, at2, GATED)
+    sum3, last = _running(g + 3 * BLOCK * g_step, g_step, left3, at3, GATED)
+
     if ERASE:
         x += row * x_row + first * x_step + (value_head if ERASE_R else head) * x_head
-        a00, a10, a11, a20, a21, a22, a30, a31, a32, a33 = _lower_products(x, x_step, k, k_step, left, K, BK, PRECISION)
     else:
-        a00, a10, a11, a20, a21, a22, a30, a31, a32, a33 = _lower_products(k, k_step, k, k_step, left, K, BK, PRECISION)
-    k0, k1, k2, k3 = (
-        tl.full([BLOCK], 1.0, tl.float32),
-        tl.full([BLOCK], 1.0, tl.float32),
-        tl.full([BLOCK], 1.0, tl.float32),
-        tl.full([BLOCK], 1.0, tl.float32),
-    )
-    q0, q1, q2, q3 = k0, k1, k2, k3
-    if NORM:
-        k0 = _over_length(k, k_step, left, K, BK, EPS)
-        k1 = _over_length(k + BLOCK * k_step, k_step, left - BLOCK, K, BK, EPS)
-        k2 = _over_length(k + 2 * BLOCK * k_step, k_step, left - 2 * BLOCK, K, BK, EPS)
-        k3 = _over_length(k + 3 * BLOCK * k_step, k_step, left - 3 * BLOCK, K, BK, EPS)
-        q0 = _over_length(q, q_step, left, K, BK, EPS)
-        q1 = _over_length(q + BLOCK * q_step, q_step, left - BLOCK, K, BK, EPS)
-        q2 = _over_length(q + 2 * BLOCK * q_step, q_step, left - 2 * BLOCK, K, BK, EPS)
-        q3 = _over_length(q + 3 * BLOCK * q_step, q_step, left - 3 * BLOCK, K, BK, EPS)
-    if KEEP:
-        if NORM:
-            unit = norms + (chunk.to(tl.int64) * H + head) * C + index
-            tl.store(unit, q0)
-            tl.store(unit + BLOCK, q1)
-            tl.store(unit + 2 * BLOCK, q2)
-            tl.store(unit + 3 * BLOCK, q3)
-            unit += (row * 0 + all_chunks) * H * C
-            tl.store(unit, k0)
-            tl.store(unit + BLOCK, k1)
-            tl.store(unit + 2 * BLOCK, k2)
-            tl.store(unit + 3 * BLOCK, k3)
-        if GATED:
-            tl.store(total + at * C + index, sum0)
-            tl.store(total + at * C + BLOCK + index, sum1)
-            tl.store(total + at * C + 2 * BLOCK + index, sum2)
-            tl.store(total + at * C + 3 * BLOCK + index, sum3)
-    factor = factors + at * 4 * C
-    _store_factors(factor, beta0, sum0, last, q0, k0, scale, 0, C, ERASE)
-    _store_factors(factor, beta1, sum1, last, q1, k1, scale, 1, C, ERASE)
-    _store_factors(factor, beta2, sum2, last, q2, k2, scale, 2, C, ERASE)
-    _store_factors(factor, beta3, sum3, last, q3, k3, scale, 3, C, ERASE)
+        x, x_step = k, k_step
+    pairs += at * 2 * C * C
+    solved = pairs + C * C
+    factors += at * 4 * C
+    total += at * C
+    norm_q = norms + (chunk.to(tl.int64) * H + head) * C
+    norm_k = norm_q + (row * 0 + all_chunks) * H * C
     tl.store(kept + at, tl.exp(last.to(tl.float32)))
+    ones = tl.full([BLOCK], 1.0, tl.float32)
+    k0, k1, k2, k3, q0, q1, q2, q3 = ones, ones, ones, ones, ones, ones, ones, ones
+    # Row by row of blocks, so that little is held at a time. Between blocks a decay is that from the earlier block on
+    # to its border, times that over the blocks between, times that from the later block's border on: no exponential
+    # a pair.
+    strictly, lower = index[:, None] > index[None, :], index[:, None] >= index[None, :]
 
-    # Between blocks a decay is that up to the later block's border, times that from there: no exponential a pair.
-    w0, w1, w2, w3 = _within(sum0, GATED), _within(sum1, GATED), _within(sum2, GATED), _within(sum3, GATED)
-    k10, k20, k21, k30, k31, k32 = k0, k0, k1, k0, k1, k2
-    from1 = tl.exp((sum1 - at1).to(tl.float32))
-    from2 = tl.exp((sum2 - at2).to(tl.float32))
-    from3 = tl.exp((sum3 - at3).to(tl.float32))
-    if GATED:
-        k10 = k0 * tl.exp((at1 - sum0).to(tl.float32))
-        k20 = k0 * tl.exp((at2 - sum0).to(tl.float32))
-        k21 = k1 * tl.exp((at2 - sum1).to(tl.float32))
-        k30 = k0 * tl.exp((at3 - sum0).to(tl.float32))
-        k31 = k1 * tl.exp((at3 - sum1).to(tl.float32))
-        k32 = k2 * tl.exp((at3 - sum2).to(tl.float32))
-    # A: where q and k are normalised here, k is the erase direction.
-    e0, e1, e2, e3 = beta0, beta1, beta2, beta3
+    c00, _, _, _, a00, _, _, _, own = _row_of_products(q, q_step, x, x_step, k, k_step, left, 0, K, BK, NORM, PRECISION)
     if NORM:
-        e0, e1, e2, e3 = beta0 * k0, beta1 * k1, beta2 * k2, beta3 * k3
-    strictly = index[:, None] > index[None, :]
-    a00 = tl.where(strictly, _times(a00 * w0, e0, k0), 0.0)
-    a11 = tl.where(strictly, _times(a11 * w1, e1, k1), 0.0)
-    a22 = tl.where(strictly, _times(a22 * w2, e2, k2), 0.0)
-    a33 = tl.where(strictly, _times(a33 * w3, e3, k3), 0.0)
-    e1, e2, e3 = e1 * from1, e2 * from2, e3 * from3
-    a10 = _times(a10, e1, k10)
-    a20 = _times(a20, e2, k20)
-    a21 = _times(a21, e2, k21)
-    a30 = _times(a30, e3, k30)
-    a31 = _times(a31, e3, k31)
-    a32 = _times(a32, e3, k32)
-    t00 = tl.where(index[:, None] == index[None, :], 1.0, tl.zeros([BLOCK, BLOCK], tl.float32))
-    t11, t22, t33 = t00, t00, t00
-    if SERIES:
-        t00, t11, t22, t33 = _series(a00, SOLVE), _series(a11, SOLVE), _series(a22, SOLVE), _series(a33, SOLVE)
-    else:
-        for j in range(BLOCK - 1):
-            t00 = _eliminate(t00, a00, j)
-            t11 = _eliminate(t11, a11, j)
-            t22 = _eliminate(t22, a22, j)
-            t33 = _eliminate(t33, a33, j)
-    t10 = -tl.dot(t11, tl.dot(a10, t00, input_precision=SOLVE), input_precision=SOLVE)
-    t21 = -tl.dot(t22, tl.dot(a21, t11, input_precision=SOLVE), input_precision=SOLVE)
-    t32 = -tl.dot(t33, tl.dot(a32, t22, input_precision=SOLVE), input_precision=SOLVE)
-    below = tl.dot(a20, t00, input_precision=SOLVE) + tl.dot(a21, t10, input_precision=SOLVE)
-    t20 = -tl.dot(t22, below, input_precision=SOLVE)
-    below = tl.dot(a31, t11, input_precision=SOLVE) + tl.dot(a32, t21, input_precision=SOLVE)
-    t31 = -tl.dot(t33, below, input_precision=SOLVE)
-    below = tl.dot(a30, t00, input_precision=SOLVE) + tl.dot(a31, t10, input_precision=SOLVE)
-    below += tl.dot(a32, t20, input_precision=SOLVE)
-    t30 = -tl.dot(t33, below, input_precision=SOLVE)
-    _store_lower(solved + at * C * C, t00, t10, t11, t20, t21, t22, t30, t31, t32, t33, C)
+        k0, q0 = _over_length(a00, EPS), _over_length(own, EPS)
+    _store_row(factors, total, norm_q, norm_k, beta0, sum0, last, q0, k0, scale, 0, C, GATED, ERASE, NORM, KEEP)
+    strength, reading, within = beta0 * k0 if NORM else beta0, scale * q0, _within(sum0, k0, GATED)
+    _store_block(pairs, tl.where(lower, c00 * within * reading[:, None], 0.0), 0, 0, C)
+    _, u00 = _inverse(tl.where(strictly, a00 * within * strength[:, None], 0.0), SOLVE)
+    _store_block(solved, u00, 0, 0, C)
+    to0 = k0
+    if GATED:
+        to0 = k0 * tl.exp((at1 - sum0).to(tl.float32))
 
-    c00, c10, c11, c20, c21, c22, c30, c31, c32, c33 = _lower_products(q, q_step, k, k_step, left, K, BK, PRECISION)
-    q0, q1, q2, q3 = scale * q0, scale * q1, scale * q2, scale * q3
-    lower = index[:, None] >= index[None, :]
-    c00 = tl.where(lower, _times(c00 * w0, q0, k0), 0.0)
-    c11 = tl.where(lower, _times(c11 * w1, q1, k1), 0.0)
-    c22 = tl.where(lower, _times(c22 * w2, q2, k2), 0.0)
-    c33 = tl.where(lower, _times(c33 * w3, q3, k3), 0.0)
-    q1, q2, q3 = q1 * from1, q2 * from2, q3 * from3
-    c10 = _times(c10, q1, k10)
-    c20, c21 = _times(c20, q2, k20), _times(c21, q2, k21)
-    c30, c31, c32 = _times(c30, q3, k30), _times(c31, q3, k31), _times(c32, q3, k32)
-    _store_lower(read + at * C * C, c00, c10, c11, c20, c21, c22, c30, c31, c32, c33, C)
+    c10, c11, _, _, a10, a11, _, _, own = _row_of_products(
+        q, q_step, x, x_step, k, k_step, left, 1, K, BK, NORM, PRECISION
+    )
+    if NORM:
+        k1, q1 = _over_length(a11, EPS), _over_length(own, EPS)
+    _store_row(factors, total, norm_q, norm_k, beta1, sum1, last, q1, k1, scale, 1, C, GATED, ERASE, NORM, KEEP)
+    strength, reading, within = beta1 * k1 if NORM else beta1, scale * q1, _within(sum1, k1, GATED)
+    _store_block(pairs, tl.where(lower, c11 * within * reading[:, None], 0.0), 1, 1, C)
+    t11, u11 = _inverse(tl.where(strictly, a11 * within * strength[:, None], 0.0), SOLVE)
+    _store_block(solved, u11, 1, 1, C)
+    if GATED:
+        since = tl.exp((sum1 - at1).to(tl.float32))
+        strength, reading = strength * since, reading * since
+    _store_block(pairs, _times(c10, reading, to0), 1, 0, C)
+    n10 = _times(a10, -strength, to0)
+    # u is t transposed: t10 = -t11 (a10 t00), hence u10 = (u00 (-a10)^T) u11, and so on.
+    below = _by_transposed(u00, n10, SOLVE)
+    u10 = _by_transposed(below, t11, SOLVE)
+    _store_block(solved, u10, 0, 1, C)
+    to1 = k1
+    if GATED:
+        to1 = k1 * tl.exp((at2 - sum1).to(tl.float32))
+        over = tl.exp((at2 - at1).to(tl.float32))
+        to0 = to0 * over
+
+    c20, c21, c22, _, a20, a21, a22, _, own = _row_of_products(
+        q, q_step, x, x_step, k, k_step, left, 2, K, BK, NORM, PRECISION
+    )
+    if NORM:
+        k2, q2 = _over_length(a22, EPS), _over_length(own, EPS)
+    _store_row(factors, total, norm_q, norm_k, beta2, sum2, last, q2, k2, scale, 2, C, GATED, ERASE, NORM, KEEP)
+    strength, reading, within = beta2 * k2 if NORM else beta2, scale * q2, _within(sum2, k2, GATED)
+    _store_block(pairs, tl.where(lower, c22 * within * reading[:, None], 0.0), 2, 2, C)
+    t22, u22 = _inverse(tl.where(strictly, a22 * within * strength[:, None], 0.0), SOLVE)
+    _store_block(solved, u22, 2, 2, C)
+    if GATED:
+        since = tl.exp((sum2 - at2).to(tl.float32))
+        strength, reading = strength * since, reading * since
+    _store_block(pairs, _times(c20, reading, to0), 2, 0, C)
+    n20 = _times(a20, -strength, to0)
+    _store_block(pairs, _times(c21, reading, to1), 2, 1, C)
+    n21 = _times(a21, -strength, to1)
+    below = _by_transposed(u11, n21, SOLVE)
+    u21 = _by_transposed(below, t22, SOLVE)
+    _store_block(solved, u21, 1, 2, C)
+    below = _by_transposed(u00, n20, SOLVE) + _by_transposed(u10, n21, SOLVE)
+    u20 = _by_transposed(below, t22, SOLVE)
+    _store_block(solved, u20, 0, 2, C)
+    to2 = k2
+    if GATED:
+        to2 = k2 * tl.exp((at3 - sum2).to(tl.float32))
+        over = tl.exp((at3 - at2).to(tl.float32))
+        to0, to1 = to0 * over, to1 * over
+
+    c30, c31, c32, c33, a30, a31, a32, a33, own = _row_of_products(
+        q, q_step, x, x_step, k, k_step, left, 3, K, BK, NORM, PRECISION
+    )
+    if NORM:
+        k3, q3 = _over_length(a33, EPS), _over_length(own, EPS)
+    _store_row(factors, total, norm_q, norm_k, beta3, sum3, last, q3, k3, scale, 3, C, GATED, ERASE, NORM, KEEP)
+    strength, reading, within = beta3 * k3 if NORM else beta3, scale * q3, _within(sum3, k3, GATED)
+    _store_block(pairs, tl.where(lower, c33 * within * reading[:, None], 0.0), 3, 3, C)
+    t33, u33 = _inverse(tl.where(strictly, a33 * within * strength[:, None], 0.0), SOLVE)
+    _store_block(solved, u33, 3, 3, C)
+    if GATED:
+        since = tl.exp((sum3 - at3).to(tl.float32))
+        strength, reading = strength * since, reading * since
+    _store_block(pairs, _times(c30, reading, to0), 3, 0, C)
+    n30 = _times(a30, -strength, to0)
+    _store_block(pairs, _times(c31, reading, to1), 3, 1, C)
+    n31 = _times(a31, -strength, to1)
+    _store_block(pairs, _times(c32, reading, to2), 3, 2, C)
+    n32 = _times(a32, -strength, to2)
+    below = _by_transposed(u22, n32, SOLVE)
+    u32 = _by_transposed(below, t33, SOLVE)
+    _store_block(solved, u32, 2, 3, C)
+    below = _by_transposed(u11, n31, SOLVE) + _by_transposed(u21, n32, SOLVE)
+    u31 = _by_transposed(below, t33, SOLVE)
+    _store_block(solved, u31, 1, 3, C)
+    below = _by_transposed(u00, n30, SOLVE) + _by_transposed(u10, n31, SOLVE) + _by_transposed(u20, n32, SOLVE)
+    u30 = _by_transposed(below, t33, SOLVE)
+    _store_block(solved, u30, 0, 3, C)
 
 
 @triton.jit
-def walk(q, k, x, v, o, solved, read, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
+def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
          time, chunks,
          q_row, q_step, q_head, k_row, k_step, k_head, x_row, x_step, x_head, v_row, v_step, v_head,
          o_row, o_step, o_head,
          H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
          BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
          PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
-         PRECISION: tl.constexpr):  # fmt: skip
+         FOLD: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Of one sequence, value head and block of value channels: all its chunks, one after the other.
 
     initial, final: [sequences, HV, K, V].  bounds, chunk_starts: [sequences + 1], of steps and of chunks.  KEEP: write
@@ -384,41 +430,80 @@ def walk(q, k, x, v, o, solved, read, factors, kept, initial, final, starts, upd
 
     at = chunk * HV + value_head
     left = length
-    for _ in range(count):
+    after = tl.load(kept + at, mask=count > 0, other=0.0)
+    near, far = steps[:, None] // BLOCK, steps[None, :] // BLOCK
+    for n in range(count):
         live = (steps < left)[:, None] & inside[None, :]
-        k0 = tile(k, k_step, left, 0, BK0, C, K)
-        q0 = tile(q, q_step, left, 0, BK0, C, K)
-        x0 = tile(x, x_step, left, 0, BK0, C, K) if ERASE else k0
-        value = tl.load(v + (steps[:, None] * v_step + columns[None, :]), mask=live, other=0.0)
-        inverse = tl.load(solved + at * C * C + (steps[:, None] * C + steps[None, :]))
-        pairs = tl.load(read + at * C * C + (steps[:, None] * C + steps[None, :]))
+        more = n + 1 < count
+        next_at = tl.where(more, at + HV, at)
+        if AHEAD:
+            fetch_rows(k, k_step, left, 0, C, K)
+            fetch_rows(q, q_step, left, 0, C, K)
+            if ERASE:
+                fetch_rows(x, x_step, left, 0, C, K)
+            fetch_rows(v, v_step, left, block.to(tl.int32) * BV, C, BV)
+            fetch(pairs + next_at * 2 * C * C, 2 * C * C)
+            fetch(factors + next_at * 4 * C, 4 * C)
+        # What comes last is loaded one chunk ahead, being alone too small to be copied in the background.
+        over = after
+        after = tl.load(kept + next_at)
         factor = factors + at * 4 * C + steps
+        pair = pairs + at * 2 * C * C + (steps[:, None] * C + steps[None, :])
+        by_found, by_read = tl.load(factor), tl.load(factor + C)
+        by_write, strength = tl.load(factor + 2 * C), tl.load(factor + 3 * C)
+        if ERASE or FOLD:
+            x0 = tile(x if ERASE else k, x_step if ERASE else k_step, left, 0, BK0, C, K)
+        q0 = tile(q, q_step, left, 0, BK0, C, K)
+        if FOLD:
+            k0 = columns_of(k, k_step, left, 0, BK0, C, K)
+        else:
+            k0 = tile(k, k_step, left, 0, BK0, C, K)
+            x0 = x0 if ERASE else k0
+            k0 = tl.trans(k0)
+        value = tl.load(v + (steps[:, None] * v_step + columns[None, :]), mask=live, other=0.0)
+        solved = tl.trans(tl.load(pair + C * C, mask=near <= far, other=0.0))
+        reads = tl.load(pair, mask=near >= far, other=0.0)
         if KEEP:
             tl.store(starts + at * K * V + at0, s0.to(starts.dtype.element_ty), mask=mask0)
-        state = s0.to(dtype)
-        found = tl.dot(x0, state, input_precision=PRECISION)
-        out = tl.dot(q0, state, input_precision=PRECISION)
+        state0 = s0.to(dtype)
+        found = tl.dot(scaled(x0, by_found[:, None], FOLD), state0, input_precision=PRECISION)
         if BK1 > 0:
-            k1 = tile(k, k_step, left, BK0, BK1, C, K)
+            if ERASE or FOLD:
+                x1 = tile(x if ERASE else k, x_step if ERASE else k_step, left, BK0, BK1, C, K)
             q1 = tile(q, q_step, left, BK0, BK1, C, K)
-            x1 = tile(x, x_step, left, BK0, BK1, C, K) if ERASE else k1
+            if FOLD:
+                k1 = columns_of(k, k_step, left, BK0, BK1, C, K)
+            else:
+                k1 = tile(k, k_step, left, BK0, BK1, C, K)
+                x1 = x1 if ERASE else k1
+                k1 = tl.trans(k1)
             if KEEP:
                 tl.store(starts + at * K * V + at1, s1.to(starts.dtype.element_ty), mask=mask1)
-            state = s1.to(dtype)
-            found += tl.dot(x1, state, input_precision=PRECISION)
-            out += tl.dot(q1, state, input_precision=PRECISION)
-        rest = tl.load(factor + 3 * C)[:, None] * value.to(tl.float32) - tl.load(factor)[:, None] * found
-        update = tl.dot(inverse, rest.to(dtype), input_precision=PRECISION)
+            state1 = s1.to(dtype)
+            found = tl.dot(scaled(x1, by_found[:, None], FOLD), state1, found, input_precision=PRECISION)
+        if not FOLD:
+            out = tl.dot(q0, state0, input_precision=PRECISION)
+            if BK1 > 0:
+                out = tl.dot(q1, state1, out, input_precision=PRECISION)
+            found *= by_found[:, None]
+        rest = strength[:, None] * value.to(tl.float32) - found
+        wide = tl.dot(solved, rest.to(dtype), input_precision=PRECISION)
+        update = wide.to(dtype)
         if KEEP:
-            tl.store(updates + at * C * V + (steps[:, None] * V + columns[None, :]),
-                     update.to(updates.dtype.element_ty), mask=inside[None, :])  # fmt: skip
-        out = tl.dot(pairs, update.to(dtype), tl.load(factor + C)[:, None] * out, input_precision=PRECISION)
-        tl.store(o + (steps[:, None] * o_step + columns[None, :]), out.to(o.dtype.element_ty), mask=live)
-        written = (tl.load(factor + 2 * C)[:, None] * update).to(dtype)
-        over = tl.load(kept + at)
-        s0 = tl.dot(tl.trans(k0), written, over * s0, input_precision=PRECISION)
+            tl.store(updates + at * C * V + (steps[:, None] * V + columns[None, :]), update, mask=inside[None, :])
+        written = update
+        if not FOLD:
+            out = tl.dot(reads, update, by_read[:, None] * out, input_precision=PRECISION)
+            written = (by_write[:, None] * wide).to(dtype)
+        s0 = tl.dot(scaled(k0, by_write[None, :], FOLD), written, over * s0, input_precision=PRECISION)
         if BK1 > 0:
-            s1 = tl.dot(tl.trans(k1), written, over * s1, input_precision=PRECISION)
+            s1 = tl.dot(scaled(k1, by_write[None, :], FOLD), written, over * s1, input_precision=PRECISION)
+        if FOLD:
+            out = tl.dot(scaled(q0, by_read[:, None], True), state0, input_precision=PRECISION)
+            if BK1 > 0:
+                out = tl.dot(scaled(q1, by_read[:, None], True), state1, out, input_precision=PRECISION)
+            out = tl.dot(reads, update, out, input_precision=PRECISION)
+        tl.store(o + (steps[:, None] * o_step + columns[None, :]), out.to(o.dtype.element_ty), mask=live)
         q += C * q_step
         k += C * k_step
         v += C * v_step
@@ -426,7 +511,7 @@ def walk(q, k, x, v, o, solved, read, factors, kept, initial, final, starts, upd
         if ERASE:
             x += C * x_step
         left -= C
-        at += HV
+        at = next_at
 
     if FINAL:
         tl.store(final + held + at0, s0, mask=mask0)

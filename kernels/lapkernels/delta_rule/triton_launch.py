@@ -4,8 +4,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
+from lapkernels._triton import is_interpreted
 from lapkernels.decoding.configs import power_of_two
 from lapkernels.delta_rule.reference import compute_dtype
 from lapkernels.delta_rule.triton_chunked import prepare, walk
@@ -19,20 +21,22 @@ class Tiles(NamedTuple):
     """How the kernels are cut up.
 
     Attributes:
-        value_block: BV, channels of V that a program holds.
-        warps: of a program.
+        value_block: BV, channels of V that a program of the walk holds.
+        warps: of such a program.
         stages: of its loads.
-        prepare_warps: of a program of the other kernel.
-        series: whether that one inverts blocks by products, or by substitution.
-        solve: precision of the products that invert half-precision chunks.
+        fold: whether it multiplies rows of q, k and x by their factors, or their products with the state.
+        ahead: whether it has the second cache fetch the next chunk.
+        registers: the most that its threads may have.
+        prepare_registers: the same of the other kernel, whose programs are single warps.
     """
 
     value_block: int
     warps: int
     stages: int
-    prepare_warps: int = 1
-    series: bool = True
-    solve: str = "tf32"
+    fold: bool = False
+    ahead: bool = False
+    registers: int | None = None
+    prepare_registers: int | None = None
 
 
 class Kept(NamedTuple):
@@ -40,8 +44,7 @@ class Kept(NamedTuple):
 
     Attributes:
         total: running sums of the log decay, `[M, HV, C]`; empty without a gate.
-        solved: `(I + A)^-1`, `[M, HV, C, C]`.
-        read: M with the scale, `[M, HV, C, C]`.
+        pairs: M with the scale, and `(I + A)^-1` transposed, `[M, HV, 2, C, C]` (see `prepare`).
         factors: of rows, `[M, HV, 4, C]` (see `prepare`).
         kept: the decay over each chunk, `[M, HV]`.
         norms: one over the lengths of q and of k, `[2, M, H, C]`; empty without normalisation.
@@ -50,8 +53,7 @@ class Kept(NamedTuple):
     """
 
     total: Tensor
-    solved: Tensor
-    read: Tensor
+    pairs: Tensor
     factors: Tensor
     kept: Tensor
     norms: Tensor
@@ -176,7 +178,7 @@ def delta_rule_triton(
     per_chunk = (all_chunks, value_heads)
     running = torch.float64 if exact else torch.float32
     total = empty(q, (*per_chunk, CHUNK) if keep and g is not None else (0,), dtype=running)
-    solved, read = (empty(q, (*per_chunk, CHUNK, CHUNK)) for _ in range(2))
+    pairs = empty(q, (*per_chunk, 2, CHUNK, CHUNK))
     factors, kept = empty(q, (*per_chunk, 4, CHUNK), dtype=wide), empty(q, per_chunk, dtype=wide)
     norms = empty(q, (2, all_chunks, key_heads, CHUNK) if keep and qk_l2norm else (0,), dtype=wide)
     output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -196,21 +198,22 @@ def delta_rule_triton(
     second: Any = walk[(layout.count * value_heads * -(-value_width // tiles.value_block),)]
     with on_device(q):
         first(
-            q, k, x, gate, beta, total, solved, read, factors, kept, norms, table, bounds,
+            q, k, x, gate, beta, total, pairs, factors, kept, norms, table, bounds,
             scale, time, layout.chunks, all_chunks,
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *gate.stride(), *beta.stride(), **shared,
             BK=min(64, max(16, power_of_two(key_width))), GATED=g is not None, NORM=qk_l2norm, EPS=norm_eps,
-            SOLVE="ieee" if exact else tiles.solve, SERIES=tiles.series and not exact,
-            num_warps=tiles.prepare_warps, num_stages=1,
+            SOLVE=tl.float32 if exact else tl.float16,
+            num_warps=1, num_stages=1, maxnreg=tiles.prepare_registers,
         )  # fmt: skip
         second(
-            q, k, x, v, output, solved, read, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
+            q, k, x, v, output, pairs, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
             time, layout.chunks,
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *output.stride()[:3], **shared,
             V=value_width, BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
-            FINAL=final_state, num_warps=tiles.warps, num_stages=tiles.stages,
+            FINAL=final_state, FOLD=tiles.fold, AHEAD=tiles.ahead and not is_interpreted(),
+            num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
         )  # fmt: skip
-    everything = Kept(total, solved, read, factors, kept, norms, starts, updates) if keep else None
+    everything = Kept(total, pairs, factors, kept, norms, starts, updates) if keep else None
     return output, final if final_state else None, everything
 
 
