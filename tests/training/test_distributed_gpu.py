@@ -22,8 +22,6 @@ pytestmark = [
 
 # fp32 sums of the same terms in another order, relative to their size, in a loss that a few updates have spread it to.
 ROUNDING = 1e-4
-# Factors of products rounded to bf16.
-BF16 = 2**-8
 SHORT, LONG = 5, 50
 
 
@@ -74,12 +72,14 @@ def main():
     found = {"ddp": train(folder, out / "ddp", mine, device)}
     found["stopped"] = train(folder, out / "again", mine, device, stop=3)
     found["again"] = train(folder, out / "again", mine, device, sharding="fsdp")
-    for name, sharding, lean in (
-        ("ddp-bf16", "none", False),
-        ("fsdp-bf16", "fsdp", False),
-        ("lean-bf16", "fsdp", True),
+    for name, sharding, lean, together in (
+        ("ddp-bf16", "none", False, 1),
+        ("pairs-bf16", "none", False, 2),
+        ("fsdp-bf16", "fsdp", False, 1),
+        ("lean-bf16", "fsdp", True, 1),
     ):
         execution = {"sharding": sharding, "gradient_checkpointing": lean, "autocast": True, "validate_every": 25}
+        execution["micro_batch"] = together
         # Lean from the beginning: the leader alone has the weights.
         alone = "in memory" if mine.leader else "nowhere"
         weights = alone if lean else "on device"
@@ -156,13 +156,22 @@ def test_sharded_it_goes_on_where_whole_copies_stopped(two):
     assert all(0.4 < mine["again"]["share"] < 0.6 for mine in two)
 
 
+def apart(found, wanted):
+    """The largest difference of two curves, of their values."""
+    return max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("name", ["fsdp-bf16", "lean-bf16"])
 def test_sharded_in_bf16_it_follows_whole_copies(two, name):
     found, wanted = two[0][name], two[0]["ddp-bf16"]
     assert found["steps"] == [*range(1, LONG + 1)]
     assert found["losses"][0] == pytest.approx(wanted["losses"][0], rel=ROUNDING)
-    assert found["losses"] == pytest.approx(wanted["losses"], rel=BF16)
-    assert found["validation"] == pytest.approx(wanted["validation"], rel=BF16)
+    # A rounding of step 1 grows until step 50. How far: as far as it takes whole copies whose rows come in pairs, so
+    # that the same products are added up in another order. Two draws of one spread are rarely three times each other.
+    pairs = two[0]["pairs-bf16"]
+    assert 0 < apart(pairs["losses"], wanted["losses"]) < 2**-6
+    assert apart(found["losses"], wanted["losses"]) < 3 * apart(pairs["losses"], wanted["losses"])
+    assert apart([found["validation"]], [wanted["validation"]]) < 3 * apart(pairs["losses"], wanted["losses"])
     assert wanted["losses"][-1] < wanted["losses"][0]
 
 
