@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lapcli.errors import UsageError
 from lapcli.recipe import Optimisation, Settings, TrainingSettings
@@ -25,11 +25,12 @@ class LayerSettings(Settings):
     )
     sinks: int = Field(default=4, ge=0, description="tokens at the beginning that a window always sees")
 
-    @model_validator(mode="after")
-    def _a_window_has_no_states(self) -> Self:
-        if isinstance(self.window, int) and self.window < 1:
-            raise ValueError(f"window {self.window} holds no token")
-        return self
+    @field_validator("window")
+    @classmethod
+    def _holds_a_token(cls, window: int | str | None) -> int | str | None:
+        if isinstance(window, int) and window < 1:
+            raise ValueError("a window holds one token at least")
+        return window
 
 
 class SensitivitySettings(Settings):

@@ -1,0 +1,176 @@
+"""The part of `lapcli convert` that makes a Transformer's attention layers states (`--to dsla`)."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lapcli.linearising.settings import LinearisingSettings
+
+DEFAULT_TEACHER = "demo:transformer"
+DEFAULT_FRACTION = "0.25"
+
+_NAMES = {"align": "align-loss", "order": "sensitivity", "batch": "batch-size"}
+"""Options that are not called as the settings are."""
+_LAYER = ("states", "start", "width", "window", "sinks")
+_TEXT = ("samples", "rows")
+_BOTH = ("data", "seq_len", "seed")
+
+
+def to_dsla(
+    model: str | None,
+    fraction: str | None,
+    output: Path,
+    given: dict[str, Any],
+    *,
+    tasks: list[str],
+    limit: int | None,
+    micro_batch: int | None,
+    device: str,
+    dtype: str,
+    overwrite: bool,
+    as_json: bool,
+    dry_run: bool,
+    quiet: bool,
+) -> None:
+    """Convert layers, or go on with it; write the model of the fraction.
+
+    Args:
+        model: the teacher.
+        fraction: of its layers.
+        output: the directory of the conversion.
+        given: settings by the names that the options have in `LinearisingSettings`; `None` for those left out.
+        tasks: on which each new prefix is measured.
+        limit: items of each.
+        micro_batch: sequences that are computed at once.
+        device: where it runs.
+        dtype: of frozen weights.
+        overwrite: whether an earlier conversion gives way.
+        as_json: whether the result goes to stdout.
+        dry_run: whether to do nothing.
+        quiet: whether to say nothing.
+    """
+    from lapcli.cli import context, display
+    from lapcli.families.source import resolve_model
+    from lapcli.machine import Machine
+    from lapcli.stages.linearising import linearise_into, plan_linearising
+
+    source = resolve_model(model or DEFAULT_TEACHER)
+    machine = Machine(device, dtype)
+    machine.torch_device()
+    machine.torch_dtype(source.config)
+    plan = plan_linearising(source, _settings(source, given), fraction or DEFAULT_FRACTION, output, overwrite=overwrite)
+    if dry_run:
+        display.would_do(plan.document(), as_json)
+        return
+    reporter = display.DisplayReporter(quiet or as_json)
+    result = linearise_into(plan, machine=machine, micro_batch=micro_batch, tasks=tasks, limit=limit, reporter=reporter)
+    if as_json:
+        display.emit(result.document())
+        return
+    if not quiet:
+        _show(result.document())
+    done = "converted" if result.worked else "nothing to do, it is there already"
+    display.closing(
+        f"{done}: {result.output}{context.loading(result.output)}\n"
+        f"next: lapcli eval builtin niah --model {result.output} --baseline {plan.place.base}, "
+        f"or lapcli convert --export 0.125 --output {output}",
+        quiet=quiet,
+    )
+
+
+def export(fraction: str, output: Path, destination: Path | None, *, overwrite: bool, as_json: bool, dry_run: bool,
+           quiet: bool) -> None:  # fmt: skip
+    """Write the model of a fraction that was converted before.
+
+    Args:
+        fraction: of the layers.
+        output: the directory of the conversion.
+        destination: of the model; by default in that directory.
+        overwrite: whether something else there gives way.
+        as_json: whether the result goes to stdout.
+        dry_run: whether to do nothing.
+        quiet: whether to say nothing.
+    """
+    from lapcli.cli import context, display
+    from lapcli.stages.linearising import default_export, export_prefix, number_of
+
+    number = number_of(output, fraction)
+    place = destination or default_export(output, number)
+    if dry_run:
+        display.would_do({"layers": number, "reads": str(output), "writes": str(place)}, as_json)
+        return
+    worked = export_prefix(
+        output, number, place, overwrite=overwrite, reporter=display.DisplayReporter(quiet or as_json)
+    )
+    if as_json:
+        display.emit({"converted": str(place), "layers": number, "worked": worked})
+        return
+    done = "written" if worked else "nothing to do, it is there already"
+    display.closing(f"{done}: {place}, {number} layers converted{context.loading(place)}", quiet=quiet)
+
+
+def _settings(source: Any, given: dict[str, Any]) -> "LinearisingSettings":
+    """The settings that options spell, with the model's defaults."""
+    from lapcli.cli import context
+    from lapcli.errors import UsageError
+    from lapcli.linearising.settings import (
+        DistillationSettings,
+        LayerSettings,
+        LinearisingSettings,
+        SensitivitySettings,
+        check_order,
+        default_linearising,
+    )
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    order = chosen.pop("order", "entropy")
+    try:
+        check_order(order)
+    except ValueError as error:
+        raise UsageError(f"--sensitivity {error}") from error
+    if "window" in chosen and chosen["window"] != "equal":
+        [chosen["window"]] = context.whole_numbers("window", str(chosen["window"]))
+    if "lr" in chosen and "lr_min" not in chosen:
+        chosen["lr_min"] = chosen["lr"] / 10
+    defaults = default_linearising(source.is_demo)
+    for part in defaults.values():
+        part["seq_len"] = context.fitting_length(source, part["seq_len"])
+    shared = {name: chosen.pop(name) for name in _BOTH if name in chosen}
+    layer = {name: chosen.pop(name) for name in _LAYER if name in chosen}
+    text = {name: chosen.pop(name) for name in _TEXT if name in chosen}
+    return LinearisingSettings(
+        layer=context.from_command_line(LayerSettings, layer, _NAMES),
+        order=order,
+        sensitivity=context.from_command_line(
+            SensitivitySettings, {**defaults["sensitivity"], **shared, **text}, _NAMES
+        ),
+        distillation=context.from_command_line(
+            DistillationSettings, {**defaults["distillation"], **shared, **chosen}, _NAMES
+        ),
+    )
+
+
+def _show(found: dict[str, Any]) -> None:
+    from lapcli.cli import display
+
+    teacher = found["teacher"]
+    rows = [["teacher", "", "", "", f"{teacher['perplexity']:.3f}", display.size(teacher["kv_bytes_a_token"]), ""]]
+    rows += [
+        [
+            str(each["layer"]),
+            f"{each['alignment']['before']:.4f}",
+            f"{each['alignment']['after']:.4f}",
+            f"{each['kl']:.4f}",
+            f"{each['perplexity']:.3f}",
+            display.size(each["kv_bytes_a_token"]),
+            display.size(each["state_bytes"]),
+        ]
+        for each in found["prefixes"]
+    ]
+    display.table(
+        "layers in the order of their conversion; each row is a working model",
+        ["layer", "alignment before", "after", "KL", "perplexity", "KV a token", "states"],
+        rows,
+    )
+    if found["rank_correlations"]:
+        display.facts("rank correlations of the layers' measures", found["rank_correlations"])

@@ -1,0 +1,98 @@
+"""`lapcli convert --to dsla`: dry run, a conversion, going on, `--export`, and what is asked wrongly."""
+
+import json
+
+import pytest
+
+from lapcli.families.source import resolve_model
+from lapcli.testing.dual_state import tiny_source
+
+SMALL = ("--steps", "2", "--batch-size", "2", "--seq-len", "48", "--validation", "2", "--samples", "2")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return tiny_source("llama", tmp_path_factory.mktemp("model") / "teacher").path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": f"Line {i} says {i * i % 89}, and more. " * 3}) + "\n" for i in range(99))
+    )
+    return path
+
+
+def test_convert_and_export(lapcli, teacher, text, tmp_path):
+    root = tmp_path / "made"
+    command = ("convert", teacher, "--to", "dsla", "--fraction", "0.34", "--data", text, *SMALL, "--output", root)
+    code, out, err = lapcli(*command, "--dry-run", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert (plan["layers"], plan["converts"], plan["tokens_a_layer"]) == (3, 1, 2 * 2 * 48)
+    # Keys and values of two heads of 8 in bf16, of three layers; two fp32 states of 8 x 8 a head.
+    assert plan["kv_bytes_a_token"] == {"before": 192, "after": 128}
+    assert plan["state_bytes"] == 1024
+    assert not root.exists()
+
+    code, out, err = lapcli(*command, "--json", "--task", f"text:{text}", "--limit", "2")
+    assert code == 0, err
+    made = json.loads(out)
+    assert made["worked"]
+    assert made["converted"] == str(root / "models" / "1-of-3")
+    assert {each["metric"] for each in made["prefixes"][0]["tasks"]} >= {"token_perplexity"}
+    assert resolve_model(made["converted"]).config["dual_state"]["layers"] == made["order"]
+
+    code, out, err = lapcli(*command)
+    assert code == 0
+    assert "nothing to do" in err
+    assert "trust_remote_code" in err
+    assert "each row is a working model" in err
+    assert out == ""
+
+    code, out, err = lapcli(
+        "convert", "--export", "0.34", "--output", root, "--export-to", tmp_path / "model", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out) == {"converted": str(tmp_path / "model"), "layers": 1, "worked": True}
+    code, _out, err = lapcli("convert", "--export", "1", "--output", root)
+    assert code == 1
+    assert "holds 1 converted layers of 3, and 3 are asked for" in err
+    code, _out, err = lapcli("inspect", tmp_path / "model")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--to", "dsla"), "--output is missing"),
+        (("--to", "dsla", "--output", "x", "--fraction", "25"), "did you mean 0.25?"),
+        (("--to", "dsla", "--output", "x", "--sensitivity", "entropie"), "--sensitivity 'entropie' is none of"),
+        (("--to", "dsla", "--output", "x", "--states", "0"), "--states"),
+        (("--to", "dsla", "--output", "x", "--align-loss", "l1"), "--align-loss"),
+        (("--to", "dsla", "--output", "x", "--window", "wide"), "--window 'wide'"),
+        (("--to", "dsla", "--output", "x", "--window", "0"), "--window"),
+        (("--to", "dsla", "--output", "x", "--lambda-init", "0.5"), "--lambda-init is about --to qdelta"),
+        (("--to", "qdelta", "--output", "x", "--steps", "5"), "--steps is about --to dsla"),
+        (("--to", "qdelta", "--output", "x", "--no-fit"), "--no-fit is about --to dsla"),
+        (("--to", "dsla", "--output", "x", "--export", "0.5"), "a model beside --export"),
+        (("--to", "dsla", "--output", "x", "--export-to", "y"), "--export-to without --export"),
+        (("--to", "dsla", "--output", "x", "--seq-len", "4096"), "longer than the 512 tokens"),
+        (("--to", "dsla", "--output", "x", "--align-weight", "0", "--kl-weight", "0"), "nothing says what to learn"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_asked_wrongly(lapcli, teacher, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    code, _out, err = lapcli("convert", teacher, *arguments)
+    assert code in (1, 2)
+    assert said in " ".join(err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_models_are_refused(lapcli, tmp_path):
+    code, _out, err = lapcli("convert", "demo:gdn", "--to", "dsla", "--output", tmp_path / "x")
+    assert code == 1
+    assert "no attention that can become dual-state" in " ".join(err.split())
+    assert not (tmp_path / "x").exists()
