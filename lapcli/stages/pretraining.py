@@ -8,7 +8,7 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ from lapcli.training.fresh import (
 )
 from lapcli.training.picture import draw_curve
 from lapcli.training.reload import Restored, check_trained
-from lapcli.training.stability import StabilityWatch, stability_of
+from lapcli.training.stability import Watching
 from lapcli.training.stream import TrainingStream
 from lapcli.training.trackers import open_tracker
 from lapcli.training_recipe import PretrainingSettings
@@ -490,7 +490,7 @@ def _train(
     half = device.type == "cuda" and execution.autocast
     _choose_kernel(model, machine, device, half=half, compiled=execution.compile, reporter=reporter)
     train_whole(model)
-    watching = _Watching(model)
+    watching = Watching(model)
     shown = open_tracker(trackers if processes.leader else (), plan.folder, settings.document(), plan.output.name)
     try:
         ended = train(
@@ -558,34 +558,6 @@ def _choose_kernel(
         choice = select_impl(device, dtype, time=2, **call)
     precision = "bf16 products of fp32 weights" if half else "fp32"
     reporter.notice(f"kernel: {choice.name} ({choice.reason}), {precision} on {device}")
-
-
-class _Watching:
-    """`lapcli.training.stability` during validations, as the engine takes it.
-
-    Args:
-        model: that is trained.
-
-    Attributes:
-        found: figures of the last validation: `{"contraction": {"mean": ...}}`; empty where this process had no part
-            in it.
-    """
-
-    def __init__(self, model: Any):
-        self._model = model
-        self.found: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def __call__(self) -> Generator[Callable[[], Mapping[str, Any]]]:
-        with stability_of(self._model) as watch:
-            yield lambda: self._figures(watch)
-
-    def _figures(self, watch: StabilityWatch) -> Mapping[str, Any]:
-        self.found = {}
-        if watch.layers():
-            named = watch.figures().items()
-            self.found = {"contraction": {name.removeprefix("contraction/"): round(value, 6) for name, value in named}}
-        return self.found
 
 
 def _shown(done: StepDone) -> dict[str, Any]:

@@ -68,6 +68,7 @@ from lapcli.training.engine import (
 from lapcli.training.merging import merge, merged_lineage, rows_on_disk
 from lapcli.training.picture import draw_curve
 from lapcli.training.reload import Reloaded, check_reload
+from lapcli.training.stability import Watching
 from lapcli.training.stream import TrainingStream
 from lapcli.training.trackers import open_tracker
 
@@ -535,6 +536,7 @@ def recover_into(
         "after": None if training.last is None else asdict(training.last),
         "stopped": training.stopped,
         "processes": processes.size,
+        **trained.watched,
     }
     if not processes.leader:
         return RecoveryResult(plan.output, adapter, record, worked=True)
@@ -583,12 +585,14 @@ class _Trained:
         adapters: what was trained, in the dtypes that the model was loaded in.
         state: the trained values, whole.
         sample: some held-out tokens.
+        watched: how the model contracts at the end, where it has query feedback.
     """
 
     ended: TrainingEnd
     adapters: AdapterPlan
     state: dict[str, torch.Tensor]
     sample: list[int]
+    watched: dict[str, Any]
 
 
 def _train(
@@ -620,6 +624,9 @@ def _train(
         place = machine if teacher_device is None else replace(machine, device=teacher_device)
         teacher = _loaded(plan.teacher, place, weights)
     training = settings.training()
+    # Whether a Q-Delta contracts; of others there is nothing that could change it.
+    erasing = any(getattr(module, "erasing", False) for module in student.modules())
+    watching = Watching(student) if erasing else None
     shown = open_tracker(trackers if processes.leader else (), plan.folder, settings.document(), plan.output.name)
     try:
         ended = train(
@@ -633,7 +640,10 @@ def _train(
             execution=execution,
             vocabulary=plan.vocabulary,
             on_step=lambda done: shown.log(done.step, _shown(done)),
-            on_validation=lambda step, found: shown.log(step, {"validation": found.document()}),
+            on_validation=lambda step, found: shown.log(
+                step, {"validation": found.document(), **({} if watching is None else watching.found)}
+            ),
+            watch=watching,
             doing="recovering",
             reporter=reporter,
             processes=processes,
@@ -645,7 +655,7 @@ def _train(
     held_out = stream.held_out(training.validation)
     # Where nothing is held out, any tokens do: the two models are compared with each other.
     sample = held_out[0].ids.tolist() if held_out else next(stream).ids.tolist()
-    return _Trained(ended, adapters, state, sample[:_CHECKED_TOKENS])
+    return _Trained(ended, adapters, state, sample[:_CHECKED_TOKENS], {} if watching is None else watching.found)
 
 
 def _loaded(source: ModelSource, machine: Machine, weights: Weights) -> Any:

@@ -55,6 +55,7 @@ def recovery_card(
             for name, found in (("before", before), ("after", after))
         ]
         lines.append("")
+    lines += _contraction(record)
     if record["stopped"]:
         lines += [f"Training stopped early: {record['stopped']}. These are the last good parameters.", ""]
     lines.append(f"`{LINEAGE_FILE}` holds settings and digests. The base's licence holds.")
@@ -95,16 +96,22 @@ def training_card(name: str, config: Any, settings: PretrainingSettings, record:
             for when, found in (("before", before), ("after", after))
         ]
         lines.append("")
-    if (watched := record["contraction"]) is not None:
-        lines += [
-            f"beta k.x there (an error shrinks by 1 - beta k.x a token): mean {watched['mean']:.3f}, 1st to 99th "
-            f"percentile {watched['p01']:.3f} to {watched['p99']:.3f}, {watched['outside']:.2%} outside (0, 2).",
-            "",
-        ]
+    lines += _contraction(record)
     if record["stopped"]:
         lines += [f"Training stopped early: {record['stopped']}. These are the last good parameters.", ""]
     lines.append(f"`{LINEAGE_FILE}` holds settings and digests. What may be done with it depends on its data.")
     return "\n".join(lines) + "\n"
+
+
+def _contraction(record: dict[str, Any]) -> list[str]:
+    watched = record.get("contraction")
+    if watched is None:
+        return []
+    return [
+        f"beta k.x there (an error shrinks by 1 - beta k.x a token): mean {watched['mean']:.3f}, 1st to 99th "
+        f"percentile {watched['p01']:.3f} to {watched['p99']:.3f}, {watched['outside']:.2%} outside (0, 2).",
+        "",
+    ]
 
 
 def _facts(rows: dict[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ without query feedback), so it shrinks while that product lies in (0, 2). In a Q
     log(watch.figures())                 # {"contraction/mean": ..., "contraction/outside": ..., "contraction/rho": ...}
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -160,6 +160,35 @@ def stability_of(model: Any) -> Generator[StabilityWatch]:
     finally:
         for mixer, held in zip(mixers, before, strict=True):
             mixer.watch, mixer.watched = held
+
+
+class Watching:
+    """`stability_of` during validations, as `lapcli.training.engine.train` takes it.
+
+    Args:
+        model: that is trained.
+
+    Attributes:
+        found: figures of the last validation: `{"contraction": {"mean": ...}}`; empty where this process had no part
+            in it.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+        self.found: dict[str, Any] = {}
+
+    @contextmanager
+    def __call__(self) -> Generator[Callable[[], Mapping[str, Any]]]:
+        """Watch for as long as a validation lasts; what is yielded gives the figures."""
+        with stability_of(self._model) as watch:
+            yield lambda: self._figures(watch)
+
+    def _figures(self, watch: StabilityWatch) -> Mapping[str, Any]:
+        self.found = {}
+        if watch.layers():
+            named = watch.figures().items()
+            self.found = {"contraction": {name.removeprefix("contraction/"): round(value, 6) for name, value in named}}
+        return self.found
 
 
 def _see(watch: StabilityWatch, layer: int, given: RuleInputs) -> None:

@@ -103,6 +103,10 @@ def test_a_pruned_model_gets_query_feedback_on_its_way_to_recovery(lapcli, base,
     weights = load_file(Path(made["recovered"]) / "model.safetensors")
     moved = {name: tensor for name, tensor in weights.items() if "lamb" in name}
     assert len(moved) == 4
+    assert 0 < made["contraction"]["mean"] < 2
+    assert made["contraction"]["outside"] == 0
+    assert "beta k.x" in (Path(made["recovered"]) / "README.md").read_text()
+    assert '"contraction"' in (run / "recovery" / "curve.jsonl").read_text()
     # Gains first; the projections once those are not zero.
     assert all(tensor.abs().max() > 0 for tensor in moved.values())
 
