@@ -32,6 +32,7 @@ def main() -> None:
     train.add_argument("--batch", type=int, default=64, help="rows of a step")
     train.add_argument("--length", type=int, default=1024, help="tokens of a row")
     train.add_argument("--vocab-size", type=int, default=4096)
+    train.add_argument("--tokenizer", type=Path, default=None, help="tokenizer.json to take instead of training one")
     train.add_argument("--impl", default="chunked", help="chunked, products, triton or fla")
     train.add_argument("--modes", default=None, help="how the step may run, in order of preference")
     train.add_argument("--answer-weight", type=float, default=3.0, help="weight of recalled tokens in the loss")

@@ -4,6 +4,27 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+_DATA_AND_LIMITS = """\
+## Data
+
+| source | licence | tokens | weight among text rows |
+| --- | --- | --- | --- |
+| Project Gutenberg novels (no Hardy, Wharton, Alcott, W. Collins: those are held out) | public domain in the USA | {books} | {books_weight} |
+| Technical documentation of PostgreSQL, Django, SQLAlchemy, Python 3.11, Rust, SQLite | PostgreSQL Licence, BSD-3, MIT, PSF, MIT or Apache-2.0, public domain | {techdocs} | {techdocs_weight} |
+| Two OpenStax textbooks: Introduction to Anthropology, Principles of Economics | CC BY 4.0, OpenStax, Rice University | {openstax} | {openstax_weight} |
+| Lead sections of Wikipedia's vital articles | CC BY-SA 4.0, Wikipedia contributors | {wiki} | {wiki_weight} |
+| `builtin`: the documentation of Python {builtin_python} | PSF | {builtin} | {builtin_weight} |
+
+Beside these, about {recall_share:.0%} of all rows are synthetic recall: values hidden in running text and asked for later, in
+wordings of our own and in RULER's (arXiv 2404.06654). Every paragraph that occurs in the held-out tenth of `builtin`
+was dropped first ({dropped} of them). Digests of all files, settings and the loss curve are in `training_log.json`.
+
+## Limits
+
+English only; old novels dominate, with their prejudices. It invents facts, cannot follow instructions, and knows
+nothing after its sources. Context beyond 1024 tokens was not trained on. Not for any decision about people.
+"""  # noqa: E501 -- rows of Markdown tables cannot be broken
+
 _TEMPLATE = """\
 ---
 license: cc-by-sa-4.0
@@ -42,25 +63,7 @@ tokens. `niah_*` are the prompts of `lapcli eval niah` (RULER's single needle wi
 validation novels, `builtin` in held-out documentation, `noise` in RULER's repeated sentences. Greedy generation gave the same answer in
 {generated} of 16 prompts of 1024 tokens.
 
-## Data
-
-| source | licence | tokens | weight among text rows |
-| --- | --- | --- | --- |
-| Project Gutenberg novels (no Hardy, Wharton, Alcott, W. Collins: those are held out) | public domain in the USA | {books} | {books_weight} |
-| Technical documentation of PostgreSQL, Django, SQLAlchemy, Python 3.11, Rust, SQLite | PostgreSQL Licence, BSD-3, MIT, PSF, MIT or Apache-2.0, public domain | {techdocs} | {techdocs_weight} |
-| Two OpenStax textbooks: Introduction to Anthropology, Principles of Economics | CC BY 4.0, OpenStax, Rice University | {openstax} | {openstax_weight} |
-| Lead sections of Wikipedia's vital articles | CC BY-SA 4.0, Wikipedia contributors | {wiki} | {wiki_weight} |
-| `builtin`: the documentation of Python {builtin_python} | PSF | {builtin} | {builtin_weight} |
-
-Beside these, about {recall_share:.0%} of all rows are synthetic recall: values hidden in running text and asked for later, in
-wordings of our own and in RULER's (arXiv 2404.06654). Every paragraph that occurs in the held-out tenth of `builtin`
-was dropped first ({dropped} of them). Digests of all files, settings and the loss curve are in `training_log.json`.
-
-## Limits
-
-English only; old novels dominate, with their prejudices. It invents facts, cannot follow instructions, and knows
-nothing after its sources. Context beyond 1024 tokens was not trained on. Not for any decision about people.
-
+{data_and_limits}
 ## Making it again
 
     python scripts/train_demo_gdn.py export-builtin builtin.jsonl
@@ -70,13 +73,22 @@ on one GPU. The schedule follows the clock, so weights differ from run to run; f
 """  # noqa: E501 -- rows of Markdown tables cannot be broken
 
 
+def data_and_limits(log: dict[str, Any], *, modern: tuple[str, ...]) -> str:
+    """The sections on text, its licences and what not to expect, which the demo models share."""
+    tokens, weights = log["data"]["tokens"], log["mixture"]["text_weights"]
+    sources = {name: f"{tokens[name] / 1e6:.1f} M" for name in ("books", *modern)}
+    return _DATA_AND_LIMITS.format(
+        **sources,
+        **{f"{name}_weight": weights[name] for name in sources},
+        builtin_python=log["builtin_python"],
+        dropped=sum(log["data"]["paragraphs_dropped_for_heldout_builtin"].values()),
+        recall_share=_mean_share(log["mixture"]["recall_share_by_progress"]),
+    )
+
+
 def write_card(output: Path, log: dict[str, Any], config: Any, *, modern: tuple[str, ...]) -> None:
     """Write `README.md` from the training log."""
     measures = "\n".join(f"| {name} | {value:.4g} |" for name, value in log["final"].items()) or "| none | |"
-    tokens = log["data"]["tokens"]
-    weights = log["mixture"]["text_weights"]
-    sources = {name: f"{tokens[name] / 1e6:.1f} M" for name in ("books", *modern)}
-    shares = {f"{name}_weight": weights[name] for name in sources}
     text = _TEMPLATE.format(
         parameters=log["parameters"] / 1e6,
         layers=config.num_hidden_layers,
@@ -94,10 +106,7 @@ def write_card(output: Path, log: dict[str, Any], config: Any, *, modern: tuple[
         builtin_python=log["builtin_python"],
         measures=measures,
         generated="no" if log["generated_recall"] is None else round(16 * log["generated_recall"]),
-        dropped=sum(log["data"]["paragraphs_dropped_for_heldout_builtin"].values()),
-        recall_share=_mean_share(log["mixture"]["recall_share_by_progress"]),
-        **sources,
-        **shares,
+        data_and_limits=data_and_limits(log, modern=modern),
     )
     (output / "README.md").write_text(text, encoding="utf-8")
 

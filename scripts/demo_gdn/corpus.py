@@ -97,6 +97,7 @@ def build_corpus(
     seed: int,
     limit: int | None,
     say: Callable[[str], None],
+    tokenizer_json: str | None = None,
 ) -> Corpus:
     """Read, clean, and tokenise.
 
@@ -108,6 +109,7 @@ def build_corpus(
         seed: chooses the texts of the tokenizer's sample and of the haystack.
         limit: characters to keep of each source, for quick trials; `None` keeps all.
         say: receives one line a step.
+        tokenizer_json: a tokenizer to take; `None` trains one.
     """
     started = time.time()
     builtin = read_builtin(builtin_file)
@@ -131,8 +133,10 @@ def build_corpus(
 
         rng = random.Random(seed)
         sample = _sample(texts, rng, 24_000_000 if limit is None else limit)
-        tokenizer_json = pool.apply(train_tokenizer, (sample, vocab_size))
-        say(f"trained the tokenizer on {sum(map(len, sample)) / 1e6:.0f} M characters, {time.time() - started:.1f} s")
+        if tokenizer_json is None:
+            tokenizer_json = pool.apply(train_tokenizer, (sample, vocab_size))
+            characters = sum(map(len, sample)) / 1e6
+            say(f"trained the tokenizer on {characters:.0f} M characters, {time.time() - started:.1f} s")
 
         texts["builtin_heldout"] = builtin.heldout
         streams = {name: _tokenise(pool, tokenizer_json, texts[name]) for name in texts}

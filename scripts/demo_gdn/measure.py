@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from demo_gdn.recall_rows import FLAG
-from demo_gdn.step import Network
+from demo_gdn.step import Network, embedding_of
 
 _BATCH_TOKENS = 32768
 
@@ -78,7 +78,7 @@ class Measurement:
 
     def _logits(self, network: Network, ids: Tensor) -> Tensor:
         hidden = network.hidden(ids)
-        return hidden.float() @ network.model.model.embeddings.weight.float().T
+        return hidden.float() @ embedding_of(network.model).float().T
 
 
 def generated_recall(model: Any, rows: np.ndarray, count: int, device: torch.device) -> float:

@@ -39,6 +39,12 @@ def final_loss(hidden: Tensor, embedding: Tensor, targets: Tensor, weights: Tens
     return (losses * weights).sum() / weights.sum(), losses
 
 
+def embedding_of(model: Any) -> Tensor:
+    """The tied embedding, whatever the architecture calls it."""
+    body = model.model
+    return (body.embeddings if hasattr(body, "embeddings") else body.embed_tokens).weight
+
+
 class Network:
     """The model as the training runs it: layers compiled or not, bf16 in the linear maps.
 
@@ -74,7 +80,7 @@ class Network:
         weights = 1.0 + (answer_weight - 1.0) * answers[:, 1:].float()
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             hidden = self.hidden(ids[:, :-1])
-            loss, losses = self._loss(hidden, self.model.model.embeddings.weight, ids[:, 1:], weights)
+            loss, losses = self._loss(hidden, embedding_of(self.model), ids[:, 1:], weights)
         return loss, losses, answers[:, 1:]
 
 
@@ -168,6 +174,7 @@ def build_step(
     answer_weight: float,
     modes: tuple[str, ...],
     say: Callable[[str], None],
+    make_network: Callable[..., Network] = Network,
 ) -> tuple[TrainStep, str]:
     """The first of `modes` that works here: two steps at a rate of zero end with finite losses and weights unchanged.
 
@@ -181,7 +188,7 @@ def build_step(
     for mode in modes:
         started = time.time()
         try:
-            network = Network(model, compiled="compiled" in mode, device=pool.device)
+            network = make_network(model, compiled="compiled" in mode, device=pool.device)
             step = TrainStep(
                 network, make_optimiser(), pool, batch=batch, length=length, answer_weight=answer_weight,
                 graph="graph" in mode,

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from demo_gdn.card import write_card
+from demo_gdn.architecture import GDN, Architecture
 from demo_gdn.corpus import MODERN, TRAINED, Corpus, build_corpus
 from demo_gdn.measure import Measurement, generated_recall
-from demo_gdn.modelling import demo_config, fresh_model, make_optimiser, save_model, stored_weights
-from demo_gdn.operator_variants import use_operator
 from demo_gdn.recall_rows import STAGES, RowMaker, rows_of_stage, single_needle_rows
 from demo_gdn.sampling import RECALL_SHARE, STAGE_ENDS, TEXT_WEIGHTS, Region, Sampler, check_weights
 from demo_gdn.step import Network, TrainStep, build_step
@@ -42,7 +40,8 @@ class Settings:
         batch: rows of a step.
         length: tokens of a row.
         vocab_size: of the tokenizer.
-        impl: one of `operator_variants.VARIANTS`.
+        tokenizer: file of a tokenizer to take; `None` trains one.
+        impl: one of those that the architecture has.
         modes: how a step may run, tried in order.
         answer_weight: weight of answer tokens in the loss.
         muon_rate: peak rate of the hidden matrices.
@@ -63,6 +62,7 @@ class Settings:
     batch: int
     length: int
     vocab_size: int
+    tokenizer: Path | None
     impl: str
     modes: tuple[str, ...]
     answer_weight: float
@@ -98,7 +98,7 @@ def rate_factor(progress: float, step: int, decay_from: float) -> float:
     return warm * falling
 
 
-def train(settings: Settings) -> Path:
+def train(settings: Settings, architecture: Architecture = GDN) -> Path:
     """Run everything; return the output folder."""
     clock = Clock()
     check_weights()
@@ -106,6 +106,7 @@ def train(settings: Settings) -> Path:
     corpus = build_corpus(
         settings.data, settings.builtin, vocab_size=settings.vocab_size, workers=settings.workers,
         seed=settings.seed, limit=settings.limit, say=clock.say,
+        tokenizer_json=None if settings.tokenizer is None else settings.tokenizer.read_text(encoding="utf-8"),
     )  # fmt: skip
     vocabulary = load_tokenizer_json(corpus.tokenizer_json).get_vocab_size()
     save_tokenizer(corpus.tokenizer_json, settings.output, 2048)
@@ -119,13 +120,14 @@ def train(settings: Settings) -> Path:
         )
         rows.start(settings.recall_rows, settings.seed)
         clock.say("recall rows are being made")
-        return _train(settings, corpus, rows, needles, vocabulary, clock)
+        return _train(settings, architecture, corpus, rows, needles, vocabulary, clock)
     finally:
         rows.close()
 
 
 def _train(
     settings: Settings,
+    architecture: Architecture,
     corpus: Corpus,
     rows: RowMaker,
     needles: dict[str, AsyncResult[tuple[np.ndarray, float]]],
@@ -134,9 +136,9 @@ def _train(
 ) -> Path:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
-    config = demo_config(corpus.tokenizer_json, vocabulary, tiny=settings.tiny)
-    model = fresh_model(config, device, settings.seed)
-    use_operator(model, settings.impl)
+    config = architecture.config(corpus.tokenizer_json, vocabulary, tiny=settings.tiny)
+    model = architecture.fresh(config, device, settings.seed)
+    architecture.use(model, settings.impl)
     model.train()
     clock.say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {device}")
 
@@ -145,10 +147,13 @@ def _train(
     pool, text, recall = _lay_out(corpus, made, row, device)
     step, mode = build_step(
         model,
-        lambda: make_optimiser(model, device, muon_rate=settings.muon_rate, adam_rate=settings.adam_rate),
+        lambda: architecture.optimiser(
+            model, device, muon_rate=settings.muon_rate, adam_rate=settings.adam_rate
+        ),
         pool,
         batch=settings.batch, length=settings.length, answer_weight=settings.answer_weight,
         modes=settings.modes if device.type == "cuda" else ("eager",), say=clock.say,
+        make_network=architecture.network,
     )  # fmt: skip
     for stage, region in enumerate(recall):
         block = torch.from_numpy(rows.stage(stage)).flatten()
@@ -158,9 +163,9 @@ def _train(
     rows.close()
 
     sampler = Sampler(text, recall, batch=settings.batch, length=settings.length, seed=settings.seed)
-    run = _Run(settings, model, step, sampler, measurement, clock, device)
+    run = _Run(settings, architecture, model, step, sampler, measurement, clock, device)
     run.train()
-    return _finish(settings, corpus, model, run, mode, clock, device)
+    return _finish(settings, architecture, corpus, model, run, mode, clock, device)
 
 
 def _lay_out(
@@ -204,6 +209,7 @@ class _Run:
     def __init__(
         self,
         settings: Settings,
+        architecture: Architecture,
         model: Any,
         step: TrainStep,
         sampler: Sampler,
@@ -212,6 +218,7 @@ class _Run:
         device: torch.device,
     ):
         self._settings, self._model, self._step = settings, model, step
+        self._architecture = architecture
         self._sampler, self._measurement, self._clock, self._device = sampler, measurement, clock, device
         self._good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         self._slower = 1.0
@@ -300,10 +307,14 @@ class _Run:
     def _look(self, progress: float) -> None:
         """Measure, and store what there is in case the rest is cut off."""
         try:
-            self.measure(f"at {100 * progress:.0f} %", Network(self._model, compiled=False, device=self._device))
-            save_model(self._model, self._settings.output)
+            self.measure(f"at {100 * progress:.0f} %", self.network())
+            self._architecture.save(self._model, self._settings.output)
         except Exception as error:
             self._clock.say(f"measuring failed and is passed over: {type(error).__name__}: {error}")
+
+    def network(self) -> Network:
+        """The model as it is, not compiled."""
+        return self._architecture.network(self._model, compiled=False, device=self._device)
 
     def measure(self, when: str, network: Network) -> dict[str, float]:
         """Measure and say so."""
@@ -317,6 +328,7 @@ class _Run:
 
 def _finish(
     settings: Settings,
+    architecture: Architecture,
     corpus: Corpus,
     model: Any,
     run: _Run,
@@ -325,13 +337,13 @@ def _finish(
     device: torch.device,
 ) -> Path:
     """Store the weights, then measure exactly what was stored, and write the log and the card."""
-    save_model(model, settings.output)
+    architecture.save(model, settings.output)
     clock.say(f"stored in {settings.output}")
-    model.load_state_dict({name: tensor.float().to(device) for name, tensor in stored_weights(model).items()})
+    model.load_state_dict({name: tensor.float().to(device) for name, tensor in architecture.stored(model).items()})
     final: dict[str, float] = {}
     generated: float | None = None
     try:
-        final = run.measure("as stored", Network(model, compiled=False, device=device))
+        final = run.measure("as stored", run.network())
         length = 256 if settings.tiny else 1024
         probe, _ = single_needle_rows(
             corpus.tokenizer_json,
@@ -342,14 +354,14 @@ def _finish(
             seed=settings.seed + 99,
         )
         model.eval()
-        use_operator(model, "chunked")
+        architecture.use(model, "chunked")
         generated = generated_recall(model, probe, 4 if settings.tiny else 16, device)
         clock.say(f"greedy generation answers {generated:.2f} of single-needle prompts of {length} tokens")
     except Exception as error:
         clock.say(f"measuring failed and is passed over: {type(error).__name__}: {error}")
 
     log = {
-        "made_by": "scripts/train_demo_gdn.py",
+        "made_by": architecture.script,
         "python": platform.python_version(),
         "builtin_python": corpus.report["builtin_python"],
         "versions": {name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers", "numpy")},
@@ -358,7 +370,7 @@ def _finish(
         "settings": {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(settings).items()
-            if name not in ("data", "builtin", "output")
+            if name not in ("data", "builtin", "output", "tokenizer")
         },
         "mixture": {
             "text_weights": TEXT_WEIGHTS,
@@ -380,7 +392,7 @@ def _finish(
         "curve": run.curve[:: max(1, len(run.curve) // 150)],
     }
     (settings.output / "training_log.json").write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
-    write_card(settings.output, log, model.config, modern=MODERN)
+    architecture.card(settings.output, log, model.config, modern=MODERN)
     size = sum(path.stat().st_size for path in settings.output.iterdir() if path.is_file())
     clock.say(f"done: {size / 1e6:.2f} MB in {settings.output}")
     return settings.output
