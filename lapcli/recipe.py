@@ -6,14 +6,13 @@ artifact's lineage. This module imports neither torch nor transformers, so that 
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -24,6 +23,9 @@ from pydantic import (
 from lapcli.errors import RecipeError
 
 ScoreFrom = Literal["both", "key", "query"]
+SEEDS = 2**32
+"""How many seeds there are: as many as the pickiest of the generators behind them takes."""
+Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -43,7 +45,7 @@ class CalibrationSettings(Settings):
     data: str = Field(description="text source: builtin, recall, a file or folder, a hub set, or a:0.9,b:0.1")
     samples: int = Field(gt=0, description="token sequences")
     seq_len: int = Field(gt=1, description="tokens of each sequence")
-    seed: int = Field(default=0, description="of the choice of text, and of the rows")
+    seed: Seed = Field(default=0, description="of the choice of text, and of the rows")
     rows: int | None = Field(default=None, gt=0, description="keys and queries drawn (all of them when absent)")
     normalized: bool = Field(default=False, description="L2-normalise q and k before they are summed")
     exact: bool = Field(default=False, description="keep triangles of a streamed QR beside the Gram matrices")
@@ -66,7 +68,7 @@ class SelectionSettings(Settings):
     score_from: ScoreFrom = Field(default="both", description="keys, queries or both decide")
     align: int | None = Field(default=None, gt=0, description="K' is a multiple of it; by K when absent")
     f: float = Field(default=1.5, ge=1.0, description="tolerance of the strong rank-revealing QR")
-    seed: int = Field(default=0, ge=0, description="of the random selector")
+    seed: Seed = Field(default=0, description="of the random selector")
 
     @field_validator("ratio", mode="before")
     @classmethod
@@ -164,7 +166,7 @@ class SweepSettings(Settings):
     samples: list[PositiveInt] | None = Field(
         default=None, min_length=1, description="token sequences of a calibration"
     )
-    seed: list[NonNegativeInt] | None = Field(default=None, min_length=1, description="seeds of what `seed_of` says")
+    seed: list[Seed] | None = Field(default=None, min_length=1, description="seeds of what `seed_of` says")
     seed_of: list[Literal["calibration", "selection", "recovery"]] = Field(
         default=["calibration", "selection", "recovery"], min_length=1, description="stages that the seeds are for"
     )

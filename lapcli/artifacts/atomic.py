@@ -1,9 +1,10 @@
 """Files and directories that appear under their final name whole, or not at all."""
 
+import errno
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lapcli.errors import ArtifactError
@@ -21,12 +22,17 @@ def _temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{os.getpid()}")
 
 
-def _out_of_space(path: Path, error: OSError) -> ArtifactError:
-    free = shutil.disk_usage(path.parent).free
-    return ArtifactError(
-        f"{path} could not be written: {error.strerror} ({free / 2**20:.0f} MiB free); nothing was left behind",
-        "free some room, or name another place with --run or --output",
-    )
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors that say that there is no room."""
+
+
+def _unwritable(path: Path, error: OSError) -> ArtifactError:
+    said, hint = f"{path} could not be written: {error.strerror or error}", "name another place with --run or --output"
+    if error.errno in FULL:
+        with suppress(OSError):
+            said += f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free)"
+        hint = f"free some room, or {hint}"
+    return ArtifactError(f"{said}; nothing was left behind", hint)
 
 
 @contextmanager
@@ -49,9 +55,11 @@ def atomic_file(path: Path) -> Generator[Path]:
         os.replace(temporary, path)
         _fsync_directory(path.parent)
     except OSError as error:
-        raise _out_of_space(path, error) from error
+        raise _unwritable(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        # Where its folder is none, there is nothing to remove, and the error that counts is on its way.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -85,7 +93,7 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Generator[Path]:
         os.replace(temporary, path)
         _fsync_directory(path.parent)
     except OSError as error:
-        raise _out_of_space(path, error) from error
+        raise _unwritable(path, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)

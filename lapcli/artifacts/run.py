@@ -151,9 +151,10 @@ class RunDirectory:
                     f"another lapcli (process {holder}) is at work in {self.path}",
                     "wait for it, or give this command a run directory of its own with --run DIR",
                 ) from error
-            handle.truncate(0)
-            handle.write(str(os.getpid()))
-            handle.flush()
+            # Who holds it is for people to know; on a full disk nobody will, and the lock holds all the same.
+            with suppress(OSError):
+                handle.truncate(0)
+                os.write(handle.fileno(), str(os.getpid()).encode())
             try:
                 yield
             finally:

@@ -89,6 +89,25 @@ class _Interrupts:
         raise _Interrupted
 
 
+def _without_room(error: OSError) -> Exception:
+    """What a person should hear of a write that found no room, to stdout mostly: artifacts have errors of their own."""
+    from lapcli.artifacts.atomic import FULL
+
+    if error.errno not in FULL:
+        return error
+    # Python writes what is left once more when it ends, and would complain again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    return LapcliError(f"{error.filename or 'the output'} could not be written: {error.strerror}", "free some room")
+
+
+_GOES_ON = "every finished artifact is whole, and the same command goes on from there"
+_KEPT = {
+    "bench": "what was measured before is in the file of --output, if one was named",
+    **dict.fromkeys(("doctor", "generate", "inspect", "list", "plan"), "nothing is kept"),
+}
+"""What an interruption leaves, by command, where it is not the usual."""
+
+
 def main() -> None:
     """Run the command line; exit 0 done, 1 failed, 2 usage, 3 a check does not hold, 130 interrupted."""
     # Before torch starts its threads: idle ones that spin slow small LAPACK calls a hundredfold on a busy machine.
@@ -100,8 +119,11 @@ def main() -> None:
         from lapcli.cli import display
 
         if interrupts.seen:
-            display.closing("interrupted; every finished artifact is whole, and the same command goes on from there")
+            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            display.closing(f"interrupted; {_KEPT.get(command, _GOES_ON)}")
             sys.exit(130)
+        if isinstance(error, OSError):
+            error = _without_room(error)
         if isinstance(error, LapcliError):
             display.failure(error)
             sys.exit(error.exit_code)

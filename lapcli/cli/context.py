@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from lapcli.errors import ArtifactError, RecipeError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from lapcli.artifacts import RunDirectory
     from lapcli.families.source import ModelSource
     from lapcli.recipe import CalibrationSettings, Model
@@ -40,6 +42,49 @@ def base_model(model: str | None, run: "RunDirectory") -> "ModelSource":
             "name the model and pass another --run DIR",
         )
     return source
+
+
+def last_model(model: str | None, run: "RunDirectory") -> "ModelSource":
+    """The model that was named, else the last one that the run made, else the shipped one.
+
+    Raises:
+        ArtifactError: the run's model has changed since.
+        ModelError: there is no such model.
+    """
+    from lapcli.families.source import resolve_model
+
+    if model is None:
+        made = next((folder for folder in (run.recovered, run.sliced) if folder.is_dir()), None)
+        if made is not None:
+            return resolve_model(str(made))
+    return base_model(model, run)
+
+
+def prompt_kernel(kernel: str) -> str:
+    """What of `--kernel` is for the prompts of a model that is decoded.
+
+    Raises:
+        UsageError: it is none.
+    """
+    from lapcli.runtime.engine import KERNELS, prefill_kernel
+
+    if kernel not in KERNELS:
+        raise UsageError(f"--kernel {kernel!r} is none of {', '.join(KERNELS)}")
+    return prefill_kernel(kernel)
+
+
+def state_dtype(name: str) -> "torch.dtype":
+    """The dtype of recurrent states that `--state-dtype` names.
+
+    Raises:
+        UsageError: it is none of those.
+    """
+    import torch
+
+    known = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+    if name not in known:
+        raise UsageError(f"--state-dtype {name!r}: float32 or bfloat16")
+    return known[name]
 
 
 def named_models(model: str, baseline: str | None) -> "list[tuple[str, ModelSource]]":
@@ -102,6 +147,8 @@ def from_command_line(model: "type[Model]", values: dict[str, Any], names: Mappi
         if not field:
             # Of several options together; all of them are not worth repeating.
             raise UsageError(complaint.partition(" (found ")[0], error.hint) from error
+        # Of a list the number of the item says nothing that its value does not.
+        field = field.partition(".")[0]
         raise UsageError(f"--{(names or {}).get(field, field).replace('_', '-')}: {complaint}", error.hint) from error
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 _LOG_COLUMNS = 120
+_WIDEST = 10_000
 _LOG_SECONDS = 10.0
 """Between two notes of one piece of work in a log."""
 
@@ -147,6 +148,7 @@ def size(count: float) -> str:
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> None:
     """Print a table on stderr; the first `text_columns` columns are left-aligned, the others right."""
     from rich import box
+    from rich.measure import Measurement
     from rich.table import Table
 
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -154,7 +156,18 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str
         drawn.add_column(column, justify="left" if number < text_columns else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*row)
-    console().print(drawn)
+    out = console()
+    if Measurement.get(out, out.options.update(max_width=_WIDEST), drawn).minimum <= out.width:
+        out.print(drawn)
+        return
+    # Columns of a letter's width can be read by nobody: a block for each row instead.
+    if title:
+        out.print(title, style="italic", markup=False)
+    for row in rows:
+        out.print(" ".join(filter(None, row[:text_columns])), style="bold", markup=False)
+        for column, cell in list(zip(columns, row, strict=True))[text_columns:]:
+            if cell:
+                out.print(f"  {column}: {cell}", markup=False)
 
 
 def facts(title: str | None, values: Mapping[str, Any]) -> None:
@@ -174,7 +187,8 @@ def would_do(values: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         emit({"dry_run": True, **values})
     else:
-        facts("would do (nothing was done)", {name.replace("_", " "): value for name, value in values.items()})
+        said = {name: value for name, value in values.items() if value is not None and value not in ("", [], {})}
+        facts("would do (nothing was done)", {name.replace("_", " "): value for name, value in said.items()})
 
 
 def evaluation(found: "Evaluation", *, quiet: bool = False) -> None:
@@ -212,6 +226,7 @@ def remark(text: str, style: str) -> None:
 def emit(document: Any) -> None:
     """Write the machine-readable result on stdout."""
     sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    sys.stdout.flush()  # so that a full disk is found here
 
 
 def failure(error: LapcliError) -> None:

@@ -52,7 +52,7 @@ def run(
     """Print one screen, or JSON; exit 1 when something that will be used here is wrong."""
     from lapcli.cli import display
 
-    if limit is not None and limit <= 0:
+    if limit is not None and not limit > 0:
         raise UsageError(f"--limit {limit:g}: seconds above 0")
     try:
         import torch  # noqa: F401 -- whether it can be imported is the first thing to know

@@ -11,7 +11,6 @@ from lapcli.cli import options
 from lapcli.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
-    from lapcli.artifacts import RunDirectory
     from lapcli.families.source import ModelSource
     from lapcli.reporting import Reporter
     from lapcli.runtime import Engine, GenerationSettings
@@ -86,7 +85,8 @@ def run(
     from lapcli.runtime.settings import GenerationSettings
 
     if (prompt is None) == (prompts is None):
-        raise UsageError("give a prompt, or --prompts FILE", 'for example: lapcli generate "Once upon a time"')
+        said = "give a prompt, or --prompts FILE" + ("" if prompt is None else ", not both")
+        raise UsageError(said, 'for example: lapcli generate "Once upon a time"')
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -98,11 +98,11 @@ def run(
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"--batch-size {batch_size}: at least 1")
     texts = read_prompts(prompts) if prompts is not None else [_text(prompt or "")]
-    source = with_compat(_model(model, context.run_directory(run_path)), compat)
+    source = with_compat(context.last_model(model, context.run_directory(run_path)), compat)
     machine = Machine(
-        device, dtype, _prompt_kernel(kernel), require_fast=require_fast, trust_remote_code=trust_remote_code
+        device, dtype, context.prompt_kernel(kernel), require_fast=require_fast, trust_remote_code=trust_remote_code
     )
-    states = _state_dtype(state_dtype)
+    states = context.state_dtype(state_dtype)
     where, precision = machine.torch_device(), machine.torch_dtype(source.config)
     _check_machine(machine, source)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
@@ -215,35 +215,6 @@ def _text(prompt: str) -> str:
         return sys.stdin.read() if raw is None else raw.read().decode("utf-8")
     except UnicodeError as error:
         raise UsageError("the prompt is not UTF-8", "convert it first, for example with iconv -t UTF-8") from error
-
-
-def _model(model: str | None, run: "RunDirectory") -> "ModelSource":
-    """The model that was named, else the last one that the run made, else the shipped one."""
-    from lapcli.cli import context
-    from lapcli.families.source import resolve_model
-
-    if model is None:
-        made = next((folder for folder in (run.recovered, run.sliced) if folder.is_dir()), None)
-        if made is not None:
-            return resolve_model(str(made))
-    return context.base_model(model, run)
-
-
-def _prompt_kernel(kernel: str) -> str:
-    from lapcli.runtime.engine import KERNELS, prefill_kernel
-
-    if kernel not in KERNELS:
-        raise UsageError(f"--kernel {kernel!r} is none of {', '.join(KERNELS)}")
-    return prefill_kernel(kernel)
-
-
-def _state_dtype(name: str) -> Any:
-    import torch
-
-    known = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
-    if name not in known:
-        raise UsageError(f"--state-dtype {name!r}: float32 or bfloat16")
-    return known[name]
 
 
 def _check_machine(machine: Any, source: "ModelSource") -> None:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from lapcli.errors import UsageError
+
 _METHOD = "What the numbers depend on"
 _MACHINE = "This machine"
 _OUTPUT = "Output"
@@ -42,7 +44,17 @@ Compat = Annotated[
         rich_help_panel=_METHOD,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of every random choice.", rich_help_panel=_METHOD)]
+
+
+def _seed(value: int) -> int:
+    from lapcli.recipe import SEEDS
+
+    if not 0 <= value < SEEDS:
+        raise UsageError(f"--seed {value}: a whole number from 0 to {SEEDS - 1}")
+    return value
+
+
+Seed = Annotated[int, typer.Option(help="Seed of every random choice.", rich_help_panel=_METHOD, callback=_seed)]
 Json = Annotated[bool, typer.Option("--json", help="Result as JSON on stdout, alone.", rich_help_panel=_OUTPUT)]
 DryRun = Annotated[
     bool,

@@ -180,7 +180,7 @@ def _request(
         values["recovery"] = default_recovery(source.is_demo)
     if tasks is not None or limit is not None:
         evaluation = values.get("evaluation") or {"tasks": ["builtin", "niah"]}
-        chosen = {"tasks": tasks or evaluation["tasks"], "limit": limit or evaluation.get("limit")}
+        chosen = {"tasks": tasks or evaluation["tasks"], "limit": evaluation.get("limit") if limit is None else limit}
         values["evaluation"] = context.from_command_line(EvaluationRequest, chosen).model_dump()
     request = context.from_command_line(Recipe, values)
     if request.evaluation is not None:

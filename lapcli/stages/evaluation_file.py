@@ -16,12 +16,21 @@ def read_evaluation(path: Path) -> Evaluation | None:
     Raises:
         ArtifactError: it is damaged, or of a newer schema.
     """
+    hint = f"delete {path}, or pass --overwrite"
     try:
-        return Evaluation.from_json(json.loads(path.read_text()))
+        document = json.loads(path.read_text())
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}", "name another with --run") from error
     except ValueError as error:
-        raise ArtifactError(f"{path} is no JSON: {error}", f"delete {path}, or pass --overwrite") from error
+        raise ArtifactError(f"{path} is no JSON: {error}", hint) from error
+    try:
+        return Evaluation.from_json(document)
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error.message}", f"{error.hint}; or {hint}" if error.hint else hint) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path} is damaged: {error!r}", hint) from error
 
 
 def forget_stale(output: Path, made: str, digest: str, reporter: Reporter) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lapcli.artifacts import RunDirectory
 from lapcli.data import check_source, parse_mixture
 from lapcli.errors import ArtifactError, UsageError
 from lapcli.evaluation.run import versions
@@ -180,7 +181,10 @@ def plan_sweep(
         guide = source if settings.kl_weight else None
         check_recovery(source, guide, settings, trust_remote_code=machine.trust_remote_code)
         machine.check(source.config, layers, needs_gradient=True)
-    record = read_sweep(directory) or SweepRecord(source.describe())
+    record = read_sweep(directory)
+    if record is None:
+        _refuse_other_use(directory)
+        record = SweepRecord(source.describe())
     if record.model.get("digest") != source.digest:
         raise ArtifactError(
             f"{directory.record} is a sweep of {record.model.get('name')} ({str(record.model.get('digest'))[:12]}), "
@@ -465,14 +469,25 @@ def _note_done(entry: dict[str, Any], job: Job, result: dict[str, Any]) -> None:
         entry["tasks"] = list(dict.fromkeys([*entry.get("tasks", []), *job.tasks]))
 
 
+def _refuse_other_use(directory: SweepDirectory) -> None:
+    """Refuse a place that a sweep cannot be in, or should not be."""
+    if directory.path.exists() and not directory.path.is_dir():
+        raise ArtifactError(f"{directory.path} is no folder, so no sweep can be in it", "pass another --run DIR")
+    if RunDirectory(directory.path).record.exists():
+        raise ArtifactError(
+            f"{directory.path} holds a run, and a sweep would lie between its files", "pass another --run DIR"
+        )
+
+
 def slots_for(gpus: int | None, jobs: int, device: str) -> list[Slot]:
     """Where work goes on: so many GPUs, so many jobs on each (or on the CPU).
 
     Raises:
         UsageError: there are not so many, or they are none of the device that was asked for.
     """
-    if jobs < 1 or (gpus is not None and gpus < 1):
-        raise UsageError(f"--gpus {gpus}, --jobs {jobs}: give at least 1")
+    for name, value in (("--gpus", gpus), ("--jobs", jobs)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} {value}: give at least 1")
     if gpus is None:
         cores = os.cpu_count() or 1
         threads = max(1, cores // jobs) if jobs > 1 else None

@@ -1,10 +1,12 @@
 """Artifacts: whole or not at all, and never mistaken for another."""
 
+import errno
 import json
 import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,6 +149,28 @@ def test_a_directory_gives_way_only_when_told(tmp_path):
     with atomic_directory(tmp_path / "d", replace=True) as folder:
         (folder / "y").write_text("2")
     assert [file.name for file in (tmp_path / "d").iterdir()] == ["y"]
+
+
+def test_a_place_that_is_none_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file" / "deep" / "a", Path("/proc/nowhere/a")):
+        with pytest.raises(ArtifactError, match="could not be written") as raised, atomic_file(path):
+            pass
+        assert "free some room" not in str(raised.value)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ArtifactError, match="could not be written"), atomic_file(tmp_path / "folder") as temporary:
+        temporary.write_text("x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_lock_holds_on_a_full_disk(tmp_path, monkeypatch):
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lapcli.artifacts.run.os.write", full)
+    run = RunDirectory(tmp_path / "run")
+    with run.lock(), pytest.raises(ArtifactError, match="another lapcli"), run.lock():
+        pass
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):

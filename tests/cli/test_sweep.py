@@ -87,7 +87,9 @@ def name_of(document):
         (["--seed", "0,x"], 2, "--seed '0,x' is no list of whole numbers"),
         (["--score-from", "both,values"], 2, "--score-from"),
         (["--samples", "0"], 2, "samples"),
-        (["--jobs", "0"], 2, "at least 1"),
+        (["--jobs", "0"], 2, "--jobs 0: give at least 1"),
+        (["--limit", "0"], 2, "--limit"),
+        (["--seed", "0,4294967296"], 2, "--seed: "),
         (["--device", "auto", "--gpus", "9"], 2, "--gpus is 9"),
         (["--data", "no-such-text"], 1, "no-such-text"),
     ],
@@ -98,6 +100,16 @@ def test_refused_before_any_work(lapcli, job, tmp_path, arguments, code, wanted)
     assert (found, out) == (code, ""), err
     assert wanted in err.replace("\n", " ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_lies_neither_in_a_file_nor_in_a_run(lapcli, job, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    for place, said in (("file", "file is no folder"), ("run", "run holds a run")):
+        code, out, err = lapcli(*job, "--run", place, "--dry-run")
+        assert (code, out) == (1, "")
+        assert said in err
 
 
 def test_a_sweep_that_another_process_works_on(lapcli, job, tmp_path):

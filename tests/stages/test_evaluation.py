@@ -115,6 +115,14 @@ def test_other_tasks_and_lengths_stay_beside_new_ones(measure, tmp_path):
     assert not (tmp_path / "evaluation.previous.json").exists()
 
 
+@pytest.mark.parametrize("content", ["{}", "[1]", "{", '{"kind": "evaluation", "schema": 1}'])
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / "evaluation.json").write_text(content)
+    for path in (tmp_path / "evaluation.json", tmp_path / "evaluation.json" / "deeper.json"):
+        with pytest.raises(ArtifactError, match=r"evaluation\.json"):
+            read_evaluation(path)
+
+
 def test_measuring_again_leaves_other_tasks_where_they_are(measure, tmp_path):
     measure("builtin")
     measure("niah")
