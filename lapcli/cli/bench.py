@@ -43,8 +43,8 @@ def run(
     config: Annotated[
         str | None,
         _axis(
-            "Models with random weights: gdn, qwen3.5-like, delta-net, toy, a config.json; layers of an operator: gdn, "
-            "qwen3.5, toy. Default: gdn, and qwen3.5 as a layer"
+            "Models with random weights: gdn, qwen3.5-like, delta-net, toy, demo:gdn, a directory or config.json; "
+            "layers of an operator: gdn, qwen3.5, toy. Default: gdn, and qwen3.5 as a layer"
         ),
     ] = None,
     ratio: Annotated[str | None, _axis("Removed fractions of the key width. Default: 0,0.5,0.75")] = None,
@@ -123,7 +123,7 @@ def run(
         raise UsageError(f"{named} is not for `bench {kind}`", "models are configs here (--config), kernels are --ways")
     if kind == "paper":
         _refuse(kind, {name: value for name, value in given.items() if name in _NOT_FOR_PAPER}, False)
-    if budget is not None and budget <= 0:
+    if budget is not None and not budget > 0:
         raise UsageError(f"--budget {budget:g}: seconds above 0")
     if trials < 1:
         raise UsageError(f"--trials {trials}: at least 1")
@@ -197,7 +197,7 @@ def _speed(
     from lapcli.benchmarks.speed.pictures import check_picture, draw
     from lapcli.benchmarks.speed.request import plan, refuse_slow
     from lapcli.benchmarks.speed.request import run as measure
-    from lapcli.benchmarks.speed.results import Budget, Results, machine_facts
+    from lapcli.benchmarks.speed.results import Budget, Results, check_output, machine_facts
     from lapcli.cli import display
     from lapcli.machine import Machine
     from lapkernels.timing import copy_bandwidth, product_rate
@@ -205,15 +205,26 @@ def _speed(
     work = plan(request)
     if plot is not None:
         check_picture(plot)
+    if output is not None:
+        check_output(output)
+    if plot is not None and output == plot:
+        raise UsageError(f"--output and --plot are both {plot}", "name two files")
     where = Machine(machine[0], machine[1])
     device = where.torch_device()
     # fp32 on a CPU; the configs that are measured name no dtype, and bf16 is what such models have.
     dtype = where.torch_dtype({"dtype": "bfloat16"})
+    _refuse_more_than_there_is(request.memory, device.type)
     if machine[2]:
         refuse_slow(work, device, dtype)
     if dry_run:
         writes = [str(path) for path in (output, plot) if path is not None]
-        facts = {**work.facts(), "device": str(device), "dtype": str(dtype).removeprefix("torch."), "writes": writes}
+        facts = {
+            **work.facts(),
+            "memory": _memory_said(request.memory, as_json),
+            "device": str(device),
+            "dtype": str(dtype).removeprefix("torch."),
+            "writes": writes,
+        }
         display.would_do({name: value for name, value in facts.items() if value}, as_json)
         return
     said = quiet or as_json
@@ -226,8 +237,9 @@ def _speed(
         )
     command = "lapcli " + shlex.join(_without_paths(sys.argv[1:]))
     results = Results(
-        command, facts, path=output, budget=clock, each=None if said else lambda row: display.closing(_line(row))
-    )
+        command, facts, path=output, budget=clock, each=None if said else lambda row: display.closing(_line(row)),
+        subjects=[one.to_json() for some in work.subjects for one in some], quick=request.quick,
+    )  # fmt: skip
     measure(work, results, device, dtype, seed=seed, first_config=first_config)
     if plot is not None and not draw(results.rows, plot):
         plot = None
@@ -238,6 +250,28 @@ def _speed(
     if not said:
         written = [str(path) for path in (output, plot) if path is not None]
         display.closing(f"measured: {', '.join(written)}" if written else "measured; --output FILE keeps the rows")
+
+
+def _memory_said(memory: float | None, as_json: bool) -> float | str | None:
+    from lapcli.cli.display import size
+
+    return memory if memory is None or as_json else size(memory)
+
+
+def _refuse_more_than_there_is(memory: float | None, device: str) -> None:
+    """A CPU has no allocator that refuses: the system would end the process instead."""
+    import os
+
+    from lapcli.cli.display import size
+
+    if memory is None or device != "cpu":
+        return
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if memory > there:
+        raise UsageError(
+            f"--memory {size(memory)} is more than the {size(there)} of this machine",
+            f"pass less, or let `lapcli plan --memory {size(memory).replace(' ', '')}` count the sequences",
+        )
 
 
 def _without_paths(arguments: list[str]) -> list[str]:

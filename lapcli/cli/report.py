@@ -20,6 +20,12 @@ def run(
         Path, typer.Argument(help="A run directory, or a sweep's. Default: lapcli-run.")
     ] = options.DEFAULT_RUN,
     output: Annotated[Path | None, typer.Option(help="Folder for the two files. Default: the run's own.")] = None,
+    bench: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A file of `lapcli bench --output`; may be given often. Those that lie in the directory are found."
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files of these names that are no reports.")
     ] = False,
@@ -30,18 +36,21 @@ def run(
     """Write `report.html` and `report.md`; neither needs any other file."""
     from lapcli.cli import display
     from lapcli.reports.collect import collect
-    from lapcli.stages.reporting import HTML, MARKDOWN, report
+    from lapcli.stages.reporting import HTML, MARKDOWN, check_place, report
 
     folder = output or source
     if dry_run:
-        found = collect(source)
+        found = collect(source, bench or ())
+        check_place(folder, overwrite=overwrite)
         facts = {
             "reads": f"{len(found.entries)} {'cells' if found.sweep else 'run'}",
+            "benchmarks": [str(each.path) for each in found.benches],
+            "not readable": found.problems,
             "writes": [str(folder / HTML), str(folder / MARKDOWN)],
         }
         display.would_do(facts, as_json)
         return
-    made = report(source, folder, overwrite=overwrite)
+    made = report(source, folder, benches=bench or (), overwrite=overwrite)
     if as_json:
         display.emit(
             {

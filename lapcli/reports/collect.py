@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from lapcli.evaluation.results import Evaluation
 from lapcli.families.registry import family_for
 from lapcli.families.source import resolve_model
 from lapcli.recipe import SelectionSettings
+from lapcli.reports.speed import Bench, read_benches
 from lapcli.stages.evaluation_file import read_evaluation
 from lapcli.sweeps.record import SweepDirectory, SweepRecord, read_sweep
 from lapcli.training.curve import Curve
@@ -80,6 +81,7 @@ class Found:
         entries: the chains.
         base: the base's scores.
         problems: what could not be read.
+        benches: what `lapcli bench` measured.
     """
 
     path: Path
@@ -88,6 +90,16 @@ class Found:
     entries: list[Entry]
     base: Evaluation | None
     problems: list[str] = field(default_factory=list)
+    benches: list[Bench] = field(default_factory=list)
+
+    @cached_property
+    def base_config(self) -> dict[str, Any] | None:
+        """The unpruned model's config, where it is still what it was."""
+        try:
+            source = resolve_model(self.model["name"], self.model.get("revision"))
+        except (LapcliError, KeyError):
+            return None
+        return dict(source.config) if source.digest == self.model.get("digest") else None
 
     @cached_property
     def unpruned(self) -> Entry:
@@ -98,12 +110,24 @@ class Found:
         return Entry("base", run, evaluation=measured or next(chains, None))
 
 
-def collect(path: Path) -> Found:
+def collect(path: Path, benches: Iterable[Path] = ()) -> Found:
     """Read a run directory or a sweep.
 
+    Args:
+        path: the directory.
+        benches: files of `lapcli bench --output`, beside those that lie in it.
+
     Raises:
-        ArtifactError: it is neither, or its record is damaged.
+        ArtifactError: it is neither, or its record is damaged; or a file is none of `lapcli bench`.
     """
+    found = _collect(path)
+    folders = [path, *(entry.run.path for entry in found.entries if found.sweep)]
+    found.benches, problems = read_benches(folders, benches)
+    found.problems += problems
+    return found
+
+
+def _collect(path: Path) -> Found:
     directory = SweepDirectory(path)
     sweep = read_sweep(directory)
     if sweep is not None:

@@ -20,6 +20,7 @@ a { color: #0b4a8f; }
 .box:focus { outline: 2px solid #0b4a8f; outline-offset: 2px; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding-bottom: .4rem; }
+caption span { position: sticky; left: 0; display: inline-block; max-width: calc(100vw - 2rem); white-space: normal; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: right; vertical-align: top; white-space: nowrap; }
 th.text, td.text { text-align: left; }
 table.facts td.text { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
@@ -117,7 +118,7 @@ def _table(table: Table) -> str:
     css = ' class="facts"' if plain else ""
     return (
         f'<div class="box" tabindex="0" role="region" aria-label="{markup(table.caption)}">'
-        f"<table{css}><caption>{markup(table.caption)}</caption>{heading}<tbody>{body}</tbody></table></div>{note}"
+        f"<table{css}><caption><span>{markup(table.caption)}</span></caption>{heading}<tbody>{body}</tbody></table></div>{note}"
     )
 
 

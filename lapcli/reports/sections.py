@@ -23,6 +23,7 @@ from lapcli.reports.document import (
     size,
 )
 from lapcli.reports.pooling import grouped, place, pooled
+from lapcli.reports.speed import blocks, config_of, gains
 from lapcli.sweeps.headline import Column, headline
 
 NOT_MEASURED = "not measured"
@@ -33,6 +34,8 @@ _ERRORS = (
     "the value is their mean, and the error is the root of the mean square of the measurements' errors (all seeds are "
     "measured on the same items) plus the variance of the seeds' values over their number."
 )
+_NOT_ENDED = "not noted"
+"""Of a session that is under way, or was killed."""
 _LINES = 8
 _BINS = 200
 _MARKERS = 16
@@ -143,7 +146,7 @@ def _what(found: Found) -> list[Block]:
         if sessions:
             versions = sessions[-1].get("versions", versions)
             values["begun"] = str(sessions[0].get("begun"))
-            values["ended"] = str(sessions[-1].get("ended") or "not yet")
+            values["ended"] = str(sessions[-1].get("ended") or _NOT_ENDED)
         evaluation = found.sweep.evaluation
         values["measured on"] = _listed(evaluation["tasks"]) if evaluation else "nothing"
         if evaluation and evaluation["limit"]:
@@ -153,7 +156,7 @@ def _what(found: Found) -> list[Block]:
     blocks.append(facts("The base model, and what ran", values))
     if found.sweep and found.sweep.sessions:
         rows = [
-            (str(each.get("begun")), str(each.get("ended") or "not yet"), _machine(each.get("machine") or {}),
+            (str(each.get("begun")), str(each.get("ended") or _NOT_ENDED), _machine(each.get("machine") or {}),
              str(each.get("slots", "")))
             for each in found.sweep.sessions
         ]  # fmt: skip
@@ -385,21 +388,29 @@ def _differences(found: Found) -> list[Block]:
 
 def _gains(found: Found) -> list[Block]:
     """Three different gains, a column each."""
+    measured = {row.cell.what for bench in found.benches for row in bench.rows}
     rows: dict[tuple[str, ...], None] = {}
-    for entry in found.entries:
+    base = found.base_config if found.benches else None
+    slices = [config_of(entry.run.sliced) if found.benches else None for entry in found.entries]
+    for entry, sliced in zip(found.entries, slices, strict=True):
         if entry.widths is None or entry.state is None:
             continue
         before, after = entry.state
-        gain = f"{before // 4:,} \N{RIGHTWARDS ARROW} {after // 4:,} ({1 - after / before:.1%} fewer)"
-        rows[f"{entry.widths[1]} of {entry.widths[0]}", gain, NOT_MEASURED, NOT_MEASURED] = None
+        elements = f"{before // 4:,} \N{RIGHTWARDS ARROW} {after // 4:,} ({1 - after / before:.1%} fewer)"
+        gained = gains(found.benches, base, sliced)
+        others = [gained.mixer, gained.speed, *([gained.sequences] if "memory" in measured else [])]
+        rows[f"{entry.widths[1]} of {entry.widths[0]}", elements, *(each or NOT_MEASURED for each in others)] = None
+    speed = blocks(found.benches, [base, *slices])
     if not rows:
-        return []
+        return speed
     note = (
         "These are different quantities: half of the state is neither half of the mixer's memory nor twice the speed. "
-        "The first follows from the checkpoint's shapes; lapcli has measured neither of the others here."
+        "The first follows from the checkpoint's shapes; the others are from the files of `lapcli bench --output` that "
+        "lie here or were given, unpruned over pruned, both with random weights."
     )
     heads = ("key width", "state elements of a sequence", "peak memory of the mixer", "speed of the whole model")
-    return [Table("What a smaller state gains", heads, tuple(rows), note=note)]
+    heads += ("sequences that fit",) if "memory" in measured else ()
+    return [Table("What a smaller state gains", heads, tuple(rows), note=note), *speed]
 
 
 def _training(found: Found) -> list[Block]:

@@ -5,6 +5,7 @@ import pytest
 from lapcli.cli.bench import _without_paths
 
 FEW = ("--quick", "--device", "cpu", "--trials", "1")
+ONE = ("--phase", "decode", "--ways", "lapcli", "--batch", "1", "--tokens", "8")
 
 
 def test_decode_prints_a_table_and_keeps_its_rows(lapcli, tmp_path):
@@ -107,6 +108,16 @@ def test_require_fast(lapcli, tmp_path):
         (["decode", "--backward"], 2, "--backward is for"),
         (["prefill", "--profile"], 2, "--profile is for"),
         (["decode", "--plot", "rows.xyz"], 2, "the ending is none of .png"),
+        (["decode", "--plot", "a.png", "--output", "a.png"], 2, "both a.png"),
+        (["decode", "--budget", "nan"], 2, "--budget nan"),
+        (["decode", "--widths", "64"], 2, "--widths is not for `bench decode`"),
+        (["prefill", "--phase", "decode"], 2, "--phase is not for `bench prefill`"),
+        (["operator", "--ratio", "0.5"], 2, "--ratio is not for `bench operator`"),
+        (["prefill", "--state-dtype", "bfloat16"], 2, "--state-dtype is not for `bench prefill`"),
+        (["decode", "--state-dtype", "float32,bfloat16"], 2, "one at a time"),
+        (["decode", "--memory", "1MiB", "--batch", "4"], 2, "--batch is not for `bench decode --memory`"),
+        (["decode", "--memory", "1MiB", "--ways", "fla"], 2, "--ways is not for `bench decode --memory`"),
+        (["decode", "--memory", "9000000GiB"], 2, "is more than the"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )
@@ -114,6 +125,32 @@ def test_what_makes_no_sense_is_refused_before_any_work(lapcli, arguments, code,
     found, out, err = lapcli("bench", *arguments, "--device", "cpu")
     assert (found, out) == (code, "")
     assert said in err
+
+
+def test_results_take_no_other_files_place(lapcli, tmp_path):
+    """Found before anything is measured; results themselves give way, and say whose they are."""
+    (tmp_path / "thesis.json").write_text("[1]")
+    (tmp_path / "folder").mkdir()
+    for place in ("thesis.json", "thesis.json/x.json", "folder"):
+        for dry in ((), ("--dry-run",)):
+            code, _out, err = lapcli("bench", "decode", *FEW, "--output", place, *dry)
+            assert code == 1, err
+            assert place.split("/")[0] in err
+    code, _out, err = lapcli("bench", "decode", *FEW, "--plot", "thesis.json/x.png")
+    assert code == 2, err
+    assert (tmp_path / "thesis.json").read_text() == "[1]"
+    for _ in range(2):
+        code, _out, err = lapcli("bench", "mixer", *FEW, *ONE, "--output", "rows.json")
+        assert code == 0, err
+    document = json.loads((tmp_path / "rows.json").read_text())
+    assert document["quick"]
+    assert [(one["model"], one["config"]["head_dim"]) for one in document["subjects"]] == [("toy", 32), ("toy", 16)]
+
+
+def test_the_shipped_model_is_a_config(lapcli):
+    code, out, err = lapcli("bench", "decode", "--device", "cpu", "--config", "demo:gdn", "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["models"] == ["demo:gdn, K 64", "demo:gdn, K 32", "demo:gdn, K 16"]
 
 
 def test_where_results_go_is_not_kept_with_them():

@@ -80,6 +80,10 @@ class Subject:
     value_width: int
     layers: int
 
+    def to_json(self) -> dict[str, Any]:
+        """What a reader of results needs to know of it."""
+        return {"model": self.name, "ratio": self.ratio, "key_width": self.key_width, "config": self.config}
+
     def state_bytes(self, itemsize: int = 4) -> int:
         """Of one sequence, over all layers."""
         return sum(layer.state_bytes(itemsize=itemsize) for layer in family_for(self.config).layers(self.config))
@@ -95,18 +99,23 @@ class Subject:
 
 
 def read_config(name: str) -> tuple[str, dict[str, Any]]:
-    """A config by its name here, or the document of a file or a model's directory, with what it is called.
+    """A config by its name here, of a shipped model, or of a file or a model's directory, with what it is called.
 
     Raises:
         ModelError: there is none, or it is no config.
     """
     if name in CONFIGS:
         return name, dict(CONFIGS[name])
+    if name.startswith("demo:"):
+        from lapcli.families.source import resolve_model
+
+        return name, dict(resolve_model(name).config)
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ModelError(
-            f"there is no config {name!r}: neither one of {', '.join(CONFIGS)}, nor a file, nor a model's directory",
+            f"there is no config {name!r}: neither one of {', '.join(CONFIGS)}, nor a shipped model "
+            "(demo:gdn), nor a file, nor a model's directory",
             "name one of them, or a config.json",
         )
     try:

@@ -17,12 +17,17 @@ def check_picture(path: Path) -> None:
 
     Raises:
         ModelError: matplotlib is not installed.
-        UsageError: the file's ending is no format.
+        UsageError: the file's ending is no format, or it cannot lie there.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ModelError("matplotlib is not installed, which draws --plot", "pip install matplotlib")
     if path.suffix not in _FORMATS:
         raise UsageError(f"--plot {path}: the ending is none of {', '.join(_FORMATS)}")
+    above = next((parent for parent in path.absolute().parents if parent.exists()), path)
+    if path.is_dir():
+        raise UsageError(f"--plot {path} is a folder", "name a file")
+    if not above.is_dir():
+        raise UsageError(f"--plot {path} lies in {above}, which is no folder", "name another file")
 
 
 def draw(rows: Sequence[Row], path: Path) -> bool:

@@ -126,6 +126,7 @@ def plan(request: Request) -> Work:
         raise UsageError("--profile is for `bench decode`", "drop it, or --memory")
     if request.memory is not None and kind != "decode":
         raise UsageError("--memory is for `bench decode`", "drop it, or measure decode")
+    _refuse_unread(request)
     if request.backward and not (kind == "operator" and "prefill" in (request.phases or PHASES)):
         raise UsageError("--backward is for `bench operator` in prefill", "drop it, or pass --phase prefill")
     unknown = [name for name in request.state_dtypes if name not in STATE_DTYPES]
@@ -164,6 +165,28 @@ def plan(request: Request) -> Work:
         ways,
         tuple(STATE_DTYPES[name] for name in request.state_dtypes or _states(kind)),
     )
+
+
+def _refuse_unread(request: Request) -> None:
+    """Refuse what would have no effect, rather than let somebody believe that it had."""
+    kind, full = request.kind, request.memory is not None
+    given = (
+        ("--widths", request.widths, kind == "operator", "name removed fractions with --ratio"),
+        ("--phase", request.phases, kind in ("mixer", "operator"), "drop it"),
+        ("--ratio", request.ratios, kind != "operator", "name key widths with --widths"),
+        ("--batch", request.batches, not full, "--memory says how many rows there are"),
+        ("--ways", request.ways, not full, "--memory is measured of lapcli alone"),
+        ("--state-dtype", request.state_dtypes, kind != "prefill", "a prompt's states are fp32"),
+    )
+    for name, values, read, hint in given:
+        if values and not read:
+            raise UsageError(f"{name} is not for `bench {kind}{' --memory' if full else ''}`", hint)
+    for name, values, one in (
+        ("--state-dtype", request.state_dtypes, kind != "operator"), ("--tokens", request.tokens, full)
+    ):  # fmt: skip
+        if one and len(values) > 1:
+            said = ",".join(map(str, values))
+            raise UsageError(f"{name} {said}: one at a time here", f"for example {name} {values[0]}")
 
 
 def _subjects(name: str, ratios: Sequence[str]) -> list[Subject]:

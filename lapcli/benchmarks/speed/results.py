@@ -145,6 +145,9 @@ class Results:
         path: a JSON file that holds every row as soon as there is one; `None` for none.
         budget: what time there is.
         each: told of each row.
+        subjects: name, removed fraction, key width and config of the models that are measured, so that a reader can
+            tell whose figures these are.
+        quick: whether sizes are toys, so that the figures say nothing.
     """
 
     def __init__(
@@ -155,8 +158,11 @@ class Results:
         path: Path | None = None,
         budget: Budget | None = None,
         each: Callable[[Row], None] | None = None,
+        subjects: Iterable[Mapping[str, Any]] = (),
+        quick: bool = False,
     ):
         self.command, self.machine, self.path = command, machine, path
+        self.subjects, self.quick = [dict(subject) for subject in subjects], quick
         self.budget, self.each = budget or Budget(), each
         self.rows: list[Row] = []
         if path is not None:
@@ -178,6 +184,8 @@ class Results:
             "schema": SCHEMA,
             "command": self.command,
             "machine": self.machine,
+            "quick": self.quick,
+            "subjects": self.subjects,
             "rows": [row.to_json() for row in self.rows],
         }
 
@@ -185,6 +193,31 @@ class Results:
         assert self.path is not None
         with atomic_file(self.path) as temporary:
             temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file that results would take the place of, unless they are results themselves.
+
+    Raises:
+        ArtifactError: it is a folder, lies in none, or `lapcli bench` did not write it.
+    """
+    hint = "name another file with --output"
+    above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    if above is None or not above.is_dir():
+        raise ArtifactError(f"{path} lies in {above}, which is no folder", hint)
+    if path.is_dir():
+        raise ArtifactError(f"{path} is a folder", hint)
+    if path.exists() and not is_results(path):
+        raise ArtifactError(f"{path} is there, but `lapcli bench` did not write it", hint)
+
+
+def is_results(path: Path) -> bool:
+    """Whether a file begins as results do."""
+    try:
+        with path.open("rb") as file:
+            return b'"kind": "speed"' in file.read(200)
+    except OSError:
+        return False
 
 
 def machine_facts(device: torch.device, copy_bytes: float, product_flops: float) -> dict[str, Any]:
@@ -228,5 +261,8 @@ def read_results(paths: Iterable[Path]) -> list[tuple[dict[str, Any], list[Row]]
             raise ArtifactError(
                 f"{path} has schema {document.get('schema')}; this lapcli reads {SCHEMA}", "measure again, or update"
             )
-        found.append((document, [Row.from_json(row) for row in document["rows"]]))
+        try:
+            found.append((document, [Row.from_json(row) for row in document["rows"]]))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ArtifactError(f"{path} is damaged: {error!r}", "measure again") from error
     return found
