@@ -161,12 +161,17 @@ class Chain:
             for artifact in before:
                 self._put_in_place(artifact)
         last = self._measure(look, batches)
+        prefix = f"model.layers.{layer}.self_attn."
+        tensors = {name: value for name, value in self.student.state_dict().items() if name.startswith(prefix)}
+        mixture = self._mixture(attention)
+        # From here on in the teacher's dtype, as it will be in the models that are written.
+        self._freeze(layer)
         record: dict[str, Any] = {
             "number": number,
             "layer": layer,
             "alignment": {"before": first["alignment"], "after": last["alignment"]},
             "similarity": {"before": first["similarity"], "after": last["similarity"]},
-            "mixture": self._mixture(attention),
+            "mixture": mixture,
             "cross_entropy": last["cross_entropy"],
             "kl": last["kl"],
             "teacher_cross_entropy": self._teacher_loss(batches),
@@ -179,11 +184,8 @@ class Chain:
         }
         if not distillation.chained:
             record["alone"] = {name: last_alone[name] for name in ("alignment", "cross_entropy", "kl")}
-        prefix = f"model.layers.{layer}.self_attn."
-        tensors = {name: value for name, value in self.student.state_dict().items() if name.startswith(prefix)}
         artifact = write_artifact(plan.place.prefix(number, layer), replace(lineage, record=record), tensors)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-        self._freeze(layer)
         summarise(plan, [*before, artifact], measured(plan))
         self.reporter.notice(
             f"layer {layer}: alignment {first['alignment']:.4f} -> {last['alignment']:.4f}, KL of the prefix "

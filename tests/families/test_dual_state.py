@@ -292,6 +292,22 @@ def test_gradients_flow_through_checkpointed_blocks():
     assert all(found[0][name].abs().max() > 0 for name in new)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi"])
+def test_a_layer_that_is_trained_in_fp32_among_layers_in_bf16(model_type):
+    """As on a GPU: products by autocast; what norms and biases in fp32 give is no matter."""
+    model = converted(tiny_teacher(model_type, dtype=torch.bfloat16), 1)
+    layer = dual_state_layers(model)[1].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(input_ids=IDS, use_cache=False).logits
+    out.float().sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is None or parameter.grad.isfinite().all()
+    assert layer.forget_proj.weight.grad.abs().max() > 0
+    whole = converted(tiny_teacher(model_type), 1)
+    assert relative_error(out, run(whole)) < 0.1
+
+
 def test_without_lapkernels_the_portable_form_gives_the_same(monkeypatch):
     model = converted(tiny_teacher("llama", dtype=F64), 0, 2)
     mask = torch.ones_like(IDS)

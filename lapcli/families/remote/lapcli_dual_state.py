@@ -320,7 +320,8 @@ class DualStateAttention(nn.Module):
             window = Window(self.settings.window, self.settings.sinks)
             return attend_window(q, k, v, scaling, window, call.layout.is_token, call.layout.bounds, held)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        q, k = self._directions(q, k, call.hidden)
+        # Norms of queries and keys in a layer that is trained in fp32 give fp32, whatever the rest is in.
+        q, k = (x.to(v.dtype) for x in self._directions(q, k, call.hidden))
         gate = self.raw_gates(call.hidden)
         token = call.layout.is_token
         if token is not None:
