@@ -62,9 +62,9 @@ def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b,
         x0 = tile(x, x_step, left, 0, BK0, C, K) if ERASE else k0
         d_out = tl.load(d_o + (steps[:, None] * d_o_step + columns[None, :]),
                         mask=(steps < left)[:, None] & inside[None, :], other=0.0)  # fmt: skip
-        pair = pairs + at * 2 * C * C + (steps[:, None] * C + steps[None, :])
+        pair = pairs + at * 3 * C * C + (steps[:, None] * C + steps[None, :])
         reads = tl.trans(tl.load(pair, mask=near >= far, other=0.0))
-        solved = tl.load(pair + C * C, mask=near <= far, other=0.0)
+        solved = tl.load(pair + 2 * C * C, mask=near <= far, other=0.0)
         factor = factors + at * 4 * C + steps
         tl.store(ends + at * K * V + at0, ds0.to(ends.dtype.element_ty), mask=mask0)
         d_update = tl.dot(k0, ds0.to(dtype), input_precision=PRECISION)
@@ -80,7 +80,7 @@ def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b,
         tl.store(d_b + at * C * V + (steps[:, None] * V + columns[None, :]), change.to(d_b.dtype.element_ty),
                  mask=inside[None, :])  # fmt: skip
         d_read = (tl.load(factor + C)[:, None] * d_out.to(tl.float32)).to(dtype)
-        d_found = (-tl.load(factor)[:, None] * change).to(dtype)
+        d_found = (-(tl.load(factor) * tl.load(factor + 3 * C))[:, None] * change).to(dtype)
         over = tl.load(kept + at)
         ds0 = tl.dot(tl.trans(q0), d_read, over * ds0, input_precision=PRECISION)
         ds0 = tl.dot(tl.trans(x0), d_found, ds0, input_precision=PRECISION)

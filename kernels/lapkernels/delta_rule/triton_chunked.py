@@ -195,6 +195,13 @@ def _store_block(ptr, c, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
+def _store_solved(ptr, u, beta, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr):
+    _store_block(ptr, beta[:, None] * u, ROW, COLUMN, C)
+    if KEEP:
+        _store_block(ptr + C * C, u, ROW, COLUMN, C)
+
+
+@triton.jit
 def _steps_of(x, step, left, DTYPE: tl.constexpr):
     """Of BLOCK steps; zeros past the sequence."""
     index = tl.arange(0, BLOCK)
@@ -217,7 +224,7 @@ def _store_row(factors, total, norm_q, norm_k, beta, running, last, unit_q, unit
     """What `prepare` writes of each of BLOCK steps."""
     index = tl.arange(0, BLOCK) + N * BLOCK
     from_start = tl.exp(running.to(tl.float32))
-    tl.store(factors + index, beta * from_start * (1.0 if ERASE else unit_k))
+    tl.store(factors + index, from_start * (1.0 if ERASE else unit_k))
     tl.store(factors + C + index, scale * from_start * unit_q)
     tl.store(factors + 2 * C + index, tl.exp((last - running).to(tl.float32)) * unit_k)
     tl.store(factors + 3 * C + index, beta)
@@ -238,10 +245,10 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
             KEEP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
     """Of one chunk and value head: everything that no state enters.
 
-    pairs: [M, HV, 2, C, C], M with the scale, and `(I + A)^-1` transposed; blocks beyond the diagonal are not written.
-    factors: [M, HV, 4, C], by which rows of `X S`, of `Q S` and of U are multiplied, and beta.  kept:
-    [M, HV], the decay over the chunk.  For a backward pass also total: [M, HV, C], running sums of the log decay, and
-    norms: [2, M, H, C], one over the lengths of q and of k.
+    pairs: [M, HV, 2 or 3, C, C], M with the scale, `(I + A)^-1 diag(beta)` transposed, and for a backward pass the same
+    without beta; blocks beyond the diagonal are not written.  factors: [M, HV, 4, C], by which rows of `X S`, of `Q S`
+    and of U are multiplied, and beta.  kept: [M, HV], the decay over the chunk.  For a backward pass also total:
+    [M, HV, C], running sums of the log decay, and norms: [2, M, H, C], one over the lengths of q and of k.
     """
     HV: tl.constexpr = H * R
     program = tl.program_id(0)
@@ -269,7 +276,7 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
         x += row * x_row + first * x_step + (value_head if ERASE_R else head) * x_head
     else:
         x, x_step = k, k_step
-    pairs += at * 2 * C * C
+    pairs += at * (3 if KEEP else 2) * C * C
     solved = pairs + C * C
     factors += at * 4 * C
     total += at * C
@@ -290,7 +297,7 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     strength, reading, within = beta0 * k0 if NORM else beta0, scale * q0, _within(sum0, k0, GATED)
     _store_block(pairs, tl.where(lower, c00 * within * reading[:, None], 0.0), 0, 0, C)
     _, u00 = _inverse(tl.where(strictly, a00 * within * strength[:, None], 0.0), SOLVE)
-    _store_block(solved, u00, 0, 0, C)
+    _store_solved(solved, u00, beta0, 0, 0, C, KEEP)
     to0 = k0
     if GATED:
         to0 = k0 * tl.exp((at1 - sum0).to(tl.float32))
@@ -304,7 +311,7 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     strength, reading, within = beta1 * k1 if NORM else beta1, scale * q1, _within(sum1, k1, GATED)
     _store_block(pairs, tl.where(lower, c11 * within * reading[:, None], 0.0), 1, 1, C)
     t11, u11 = _inverse(tl.where(strictly, a11 * within * strength[:, None], 0.0), SOLVE)
-    _store_block(solved, u11, 1, 1, C)
+    _store_solved(solved, u11, beta1, 1, 1, C, KEEP)
     if GATED:
         since = tl.exp((sum1 - at1).to(tl.float32))
         strength, reading = strength * since, reading * since
@@ -313,7 +320,7 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     # u is t transposed: t10 = -t11 (a10 t00), hence u10 = (u00 (-a10)^T) u11, and so on.
     below = _by_transposed(u00, n10, SOLVE)
     u10 = _by_transposed(below, t11, SOLVE)
-    _store_block(solved, u10, 0, 1, C)
+    _store_solved(solved, u10, beta0, 0, 1, C, KEEP)
     to1 = k1
     if GATED:
         to1 = k1 * tl.exp((at2 - sum1).to(tl.float32))
@@ -329,7 +336,7 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     strength, reading, within = beta2 * k2 if NORM else beta2, scale * q2, _within(sum2, k2, GATED)
     _store_block(pairs, tl.where(lower, c22 * within * reading[:, None], 0.0), 2, 2, C)
     t22, u22 = _inverse(tl.where(strictly, a22 * within * strength[:, None], 0.0), SOLVE)
-    _store_block(solved, u22, 2, 2, C)
+    _store_solved(solved, u22, beta2, 2, 2, C, KEEP)
     if GATED:
         since = tl.exp((sum2 - at2).to(tl.float32))
         strength, reading = strength * since, reading * since
@@ -339,10 +346,10 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     n21 = _times(a21, -strength, to1)
     below = _by_transposed(u11, n21, SOLVE)
     u21 = _by_transposed(below, t22, SOLVE)
-    _store_block(solved, u21, 1, 2, C)
+    _store_solved(solved, u21, beta1, 1, 2, C, KEEP)
     below = _by_transposed(u00, n20, SOLVE) + _by_transposed(u10, n21, SOLVE)
     u20 = _by_transposed(below, t22, SOLVE)
-    _store_block(solved, u20, 0, 2, C)
+    _store_solved(solved, u20, beta0, 0, 2, C, KEEP)
     to2 = k2
     if GATED:
         to2 = k2 * tl.exp((at3 - sum2).to(tl.float32))
@@ -358,7 +365,7 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     strength, reading, within = beta3 * k3 if NORM else beta3, scale * q3, _within(sum3, k3, GATED)
     _store_block(pairs, tl.where(lower, c33 * within * reading[:, None], 0.0), 3, 3, C)
     t33, u33 = _inverse(tl.where(strictly, a33 * within * strength[:, None], 0.0), SOLVE)
-    _store_block(solved, u33, 3, 3, C)
+    _store_solved(solved, u33, beta3, 3, 3, C, KEEP)
     if GATED:
         since = tl.exp((sum3 - at3).to(tl.float32))
         strength, reading = strength * since, reading * since
@@ -370,13 +377,13 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     n32 = _times(a32, -strength, to2)
     below = _by_transposed(u22, n32, SOLVE)
     u32 = _by_transposed(below, t33, SOLVE)
-    _store_block(solved, u32, 2, 3, C)
+    _store_solved(solved, u32, beta2, 2, 3, C, KEEP)
     below = _by_transposed(u11, n31, SOLVE) + _by_transposed(u21, n32, SOLVE)
     u31 = _by_transposed(below, t33, SOLVE)
-    _store_block(solved, u31, 1, 3, C)
+    _store_solved(solved, u31, beta1, 1, 3, C, KEEP)
     below = _by_transposed(u00, n30, SOLVE) + _by_transposed(u10, n31, SOLVE) + _by_transposed(u20, n32, SOLVE)
     u30 = _by_transposed(below, t33, SOLVE)
-    _store_block(solved, u30, 0, 3, C)
+    _store_solved(solved, u30, beta0, 0, 3, C, KEEP)
 
 
 @triton.jit
@@ -395,6 +402,7 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
     """
     VALUE_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     HV: tl.constexpr = H * R
+    SLOTS: tl.constexpr = 3 if KEEP else 2
     program = tl.program_id(0).to(tl.int64)
     block = program % VALUE_BLOCKS
     value_head = (program // VALUE_BLOCKS) % HV
@@ -442,15 +450,15 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
             if ERASE:
                 fetch_rows(x, x_step, left, 0, C, K)
             fetch_rows(v, v_step, left, block.to(tl.int32) * BV, C, BV)
-            fetch(pairs + next_at * 2 * C * C, 2 * C * C)
+            fetch(pairs + next_at * SLOTS * C * C, 2 * C * C)
             fetch(factors + next_at * 4 * C, 4 * C)
         # What comes last is loaded one chunk ahead, being alone too small to be copied in the background.
         over = after
         after = tl.load(kept + next_at)
         factor = factors + at * 4 * C + steps
-        pair = pairs + at * 2 * C * C + (steps[:, None] * C + steps[None, :])
+        pair = pairs + at * SLOTS * C * C + (steps[:, None] * C + steps[None, :])
         by_found, by_read = tl.load(factor), tl.load(factor + C)
-        by_write, strength = tl.load(factor + 2 * C), tl.load(factor + 3 * C)
+        by_write = tl.load(factor + 2 * C)
         if ERASE or FOLD:
             x0 = tile(x if ERASE else k, x_step if ERASE else k_step, left, 0, BK0, C, K)
         q0 = tile(q, q_step, left, 0, BK0, C, K)
@@ -486,7 +494,7 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
             if BK1 > 0:
                 out = tl.dot(q1, state1, out, input_precision=PRECISION)
             found *= by_found[:, None]
-        rest = strength[:, None] * value.to(tl.float32) - found
+        rest = value.to(tl.float32) - found
         wide = tl.dot(solved, rest.to(dtype), input_precision=PRECISION)
         update = wide.to(dtype)
         if KEEP:
@@ -504,6 +512,128 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
                 out = tl.dot(scaled(q1, by_read[:, None], True), state1, out, input_precision=PRECISION)
             out = tl.dot(reads, update, out, input_precision=PRECISION)
         tl.store(o + (steps[:, None] * o_step + columns[None, :]), out.to(o.dtype.element_ty), mask=live)
+        q += C * q_step
+        k += C * k_step
+        v += C * v_step
+        o += C * o_step
+        if ERASE:
+            x += C * x_step
+        left -= C
+        at = next_at
+
+    if FINAL:
+        tl.store(final + held + at0, s0, mask=mask0)
+        if BK1 > 0:
+            tl.store(final + held + at1, s1, mask=mask1)
+
+
+@triton.jit
+def walk_turned(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
+         time, chunks,
+         q_row, q_step, q_head, k_row, k_step, k_head, x_row, x_step, x_head, v_row, v_step, v_head,
+         o_row, o_step, o_head,
+         H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+         BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
+         PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
+         AHEAD: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """As `walk`, with everything but q, k and x turned around.
+
+    The state is [BV, K]: as it leaves a product, so it enters the next one as its left operand, and so does U. Nothing
+    but loads and the output goes through shared memory.
+
+    initial, final: [sequences, HV, K, V].  bounds, chunk_starts: [sequences + 1], of steps and of chunks.  KEEP: write
+    the state before each chunk to starts [M, HV, K, V] and U to updates [M, HV, C, V], for a backward pass.
+    """
+    VALUE_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    HV: tl.constexpr = H * R
+    SLOTS: tl.constexpr = 3 if KEEP else 2
+    program = tl.program_id(0).to(tl.int64)
+    block = program % VALUE_BLOCKS
+    value_head = (program // VALUE_BLOCKS) % HV
+    sequence = program // (VALUE_BLOCKS * HV)
+    head = value_head // R
+    dtype = v.dtype.element_ty
+    row, begin, length, chunk, count = course(sequence, bounds, chunk_starts, time, chunks, PACKED)
+    steps = tl.arange(0, C)
+    columns = block.to(tl.int32) * BV + tl.arange(0, BV)
+    inside = columns < V
+    rows0 = tl.arange(0, BK0)
+    at0 = rows0[None, :] * V + columns[:, None]
+    mask0 = (rows0 < K)[None, :] & inside[:, None]
+    held = (sequence * HV + value_head) * K * V
+    if INITIAL:
+        s0 = tl.load(initial + held + at0, mask=mask0, other=0.0).to(tl.float32)
+    else:
+        s0 = tl.zeros([BV, BK0], tl.float32)
+    if BK1 > 0:
+        rows1 = BK0 + tl.arange(0, BK1)
+        at1 = rows1[None, :] * V + columns[:, None]
+        mask1 = (rows1 < K)[None, :] & inside[:, None]
+        if INITIAL:
+            s1 = tl.load(initial + held + at1, mask=mask1, other=0.0).to(tl.float32)
+        else:
+            s1 = tl.zeros([BV, BK1], tl.float32)
+    q += row * q_row + begin * q_step + head * q_head
+    k += row * k_row + begin * k_step + head * k_head
+    v += row * v_row + begin * v_step + value_head * v_head
+    o += row * o_row + begin * o_step + value_head * o_head
+    if ERASE:
+        x += row * x_row + begin * x_step + (value_head if ERASE_R else head) * x_head
+
+    at = chunk * HV + value_head
+    left = length
+    after = tl.load(kept + at, mask=count > 0, other=0.0)
+    near, far = steps[:, None] // BLOCK, steps[None, :] // BLOCK
+    for n in range(count):
+        live = (steps < left)[:, None] & inside[None, :]
+        more = n + 1 < count
+        next_at = tl.where(more, at + HV, at)
+        if AHEAD:
+            fetch_rows(k, k_step, left, 0, C, K)
+            fetch_rows(q, q_step, left, 0, C, K)
+            if ERASE:
+                fetch_rows(x, x_step, left, 0, C, K)
+            fetch_rows(v, v_step, left, block.to(tl.int32) * BV, C, BV)
+            fetch(pairs + next_at * SLOTS * C * C, 2 * C * C)
+            fetch(factors + next_at * 4 * C, 4 * C)
+        # What comes last is loaded one chunk ahead, being alone too small to be copied in the background.
+        over = after
+        after = tl.load(kept + next_at)
+        factor = factors + at * 4 * C + steps
+        pair = pairs + at * SLOTS * C * C + (steps[:, None] * C + steps[None, :])
+        by_found, by_read = tl.load(factor), tl.load(factor + C)
+        by_write = tl.load(factor + 2 * C)
+        k0 = tile(k, k_step, left, 0, BK0, C, K)
+        x0 = tile(x, x_step, left, 0, BK0, C, K) if ERASE else k0
+        q0 = tile(q, q_step, left, 0, BK0, C, K)
+        value = tl.trans(tl.load(v + (steps[:, None] * v_step + columns[None, :]), mask=live, other=0.0))
+        solved = tl.load(pair + C * C, mask=near <= far, other=0.0)
+        reads = tl.trans(tl.load(pair, mask=near >= far, other=0.0))
+        if KEEP:
+            tl.store(starts + at * K * V + at0, s0.to(starts.dtype.element_ty), mask=mask0)
+        state0 = s0.to(dtype)
+        found = tl.dot(state0, tl.trans(x0), input_precision=PRECISION)
+        if BK1 > 0:
+            k1 = tile(k, k_step, left, BK0, BK1, C, K)
+            x1 = tile(x, x_step, left, BK0, BK1, C, K) if ERASE else k1
+            q1 = tile(q, q_step, left, BK0, BK1, C, K)
+            if KEEP:
+                tl.store(starts + at * K * V + at1, s1.to(starts.dtype.element_ty), mask=mask1)
+            state1 = s1.to(dtype)
+            found = tl.dot(state1, tl.trans(x1), found, input_precision=PRECISION)
+        update = tl.dot(value, solved, input_precision=PRECISION)
+        update = tl.dot((-by_found[None, :] * found).to(dtype), solved, update, input_precision=PRECISION)
+        if KEEP:
+            tl.store(updates + at * C * V + (steps[None, :] * V + columns[:, None]),
+                     update.to(updates.dtype.element_ty), mask=inside[:, None])  # fmt: skip
+        written = (by_write[None, :] * update).to(dtype)
+        s0 = tl.dot(written, k0, over * s0, input_precision=PRECISION)
+        out = tl.dot(state0, tl.trans(q0), input_precision=PRECISION)
+        if BK1 > 0:
+            s1 = tl.dot(written, k1, over * s1, input_precision=PRECISION)
+            out = tl.dot(state1, tl.trans(q1), out, input_precision=PRECISION)
+        out = tl.dot(update.to(dtype), reads, by_read[None, :] * out, input_precision=PRECISION)
+        tl.store(o + (steps[:, None] * o_step + columns[None, :]), tl.trans(out.to(o.dtype.element_ty)), mask=live)
         q += C * q_step
         k += C * k_step
         v += C * v_step

@@ -10,7 +10,7 @@ from torch import Tensor
 from lapkernels._triton import is_interpreted
 from lapkernels.decoding.configs import power_of_two
 from lapkernels.delta_rule.reference import compute_dtype
-from lapkernels.delta_rule.triton_chunked import prepare, walk
+from lapkernels.delta_rule.triton_chunked import prepare, walk, walk_turned
 from lapkernels.delta_rule.validation import read_boundaries
 
 CHUNK = 64
@@ -24,7 +24,9 @@ class Tiles(NamedTuple):
         value_block: BV, channels of V that a program of the walk holds.
         warps: of such a program.
         stages: of its loads.
-        fold: whether it multiplies rows of q, k and x by their factors, or their products with the state.
+        turned: whether it holds everything but q, k and x turned around (`walk_turned`).
+        fold: whether it multiplies rows of q, k and x by their factors, or their products with the state; only without
+            `turned`.
         ahead: whether it has the second cache fetch the next chunk.
         registers: the most that its threads may have.
         prepare_registers: the same of the other kernel, whose programs are single warps.
@@ -33,6 +35,7 @@ class Tiles(NamedTuple):
     value_block: int
     warps: int
     stages: int
+    turned: bool = False
     fold: bool = False
     ahead: bool = False
     registers: int | None = None
@@ -44,7 +47,7 @@ class Kept(NamedTuple):
 
     Attributes:
         total: running sums of the log decay, `[M, HV, C]`; empty without a gate.
-        pairs: M with the scale, and `(I + A)^-1` transposed, `[M, HV, 2, C, C]` (see `prepare`).
+        pairs: M with the scale, and `(I + A)^-1` transposed with and without beta, `[M, HV, 3, C, C]` (see `prepare`).
         factors: of rows, `[M, HV, 4, C]` (see `prepare`).
         kept: the decay over each chunk, `[M, HV]`.
         norms: one over the lengths of q and of k, `[2, M, H, C]`; empty without normalisation.
@@ -81,10 +84,10 @@ def choose_tiles(key_width: int, value_width: int, dtype: torch.dtype) -> Tiles:
     """
     if dtype == torch.float32:
         return Tiles(min(power_of_two(max(16, value_width)), 32 if key_width <= 128 else 16), 4, 1)
-    if key_width <= 64 and value_width >= 128:
-        return Tiles(128, 4, 2)
+    if value_width >= 128:
+        return Tiles(128, 4 if key_width <= 64 else 8, 2, turned=True)
     # 64 even where V is less: compiled by triton 3.6, blocks of 32 ended in illegal accesses on an H200.
-    return Tiles(64, 8 if key_width > 128 else 4, 2)
+    return Tiles(64, 4 if key_width <= 128 else 8, 2, turned=True)
 
 
 class Layout(NamedTuple):
@@ -178,7 +181,7 @@ def delta_rule_triton(
     per_chunk = (all_chunks, value_heads)
     running = torch.float64 if exact else torch.float32
     total = empty(q, (*per_chunk, CHUNK) if keep and g is not None else (0,), dtype=running)
-    pairs = empty(q, (*per_chunk, 2, CHUNK, CHUNK))
+    pairs = empty(q, (*per_chunk, 3 if keep else 2, CHUNK, CHUNK))
     factors, kept = empty(q, (*per_chunk, 4, CHUNK), dtype=wide), empty(q, per_chunk, dtype=wide)
     norms = empty(q, (2, all_chunks, key_heads, CHUNK) if keep and qk_l2norm else (0,), dtype=wide)
     output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -195,14 +198,16 @@ def delta_rule_triton(
         "KEEP": keep,
     }  # fmt: skip
     first: Any = prepare[(all_chunks * value_heads,)]
-    second: Any = walk[(layout.count * value_heads * -(-value_width // tiles.value_block),)]
+    second: Any = (walk_turned if tiles.turned else walk)[
+        (layout.count * value_heads * -(-value_width // tiles.value_block),)
+    ]
     with on_device(q):
         first(
             q, k, x, gate, beta, total, pairs, factors, kept, norms, table, bounds,
             scale, time, layout.chunks, all_chunks,
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *gate.stride(), *beta.stride(), **shared,
-            BK=min(64, max(16, power_of_two(key_width))), GATED=g is not None, NORM=qk_l2norm, EPS=norm_eps,
-            SOLVE=tl.float32 if exact else tl.float16,
+            BK=min(16 if exact else 64, max(16, power_of_two(key_width))), GATED=g is not None, NORM=qk_l2norm,
+            EPS=norm_eps, SOLVE=tl.float32 if exact else tl.float16,
             num_warps=1, num_stages=1, maxnreg=tiles.prepare_registers,
         )  # fmt: skip
         second(
@@ -210,7 +215,8 @@ def delta_rule_triton(
             time, layout.chunks,
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *output.stride()[:3], **shared,
             V=value_width, BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
-            FINAL=final_state, FOLD=tiles.fold, AHEAD=tiles.ahead and not is_interpreted(),
+            FINAL=final_state, AHEAD=tiles.ahead and not is_interpreted(),
+            **({} if tiles.turned else {"FOLD": tiles.fold}),
             num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
         )  # fmt: skip
     everything = Kept(total, pairs, factors, kept, norms, starts, updates) if keep else None
