@@ -2,9 +2,12 @@
 
 import errno
 import os
+import platform
+import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from lapcli.errors import ArtifactError
@@ -18,8 +21,41 @@ def _fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _mine() -> str:
+    """Ends the temporary names of this process: its number, and whose number that is."""
+    return f"{os.getpid()}@{_host()}"
+
+
+def _host() -> str:
+    return re.sub(r"[^\w-]+", "_", platform.node()) or "here"
+
+
 def _temporary_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial-{os.getpid()}")
+    return path.with_name(f".{path.name}.partial-{_mine()}")
+
+
+def _clear_leftovers(path: Path) -> None:
+    """Remove what processes of this machine that were killed left half-written beside `path`."""
+    kinds = ("partial", "replaced") if path.exists() else ("partial",)
+    for kind in kinds:
+        for left in path.parent.glob(f".{escape(path.name)}.{kind}-*@{escape(_host())}"):
+            number = left.name.rpartition(f".{kind}-")[2].partition("@")[0]
+            if not number.isdigit() or _alive(int(number)):
+                continue
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -45,6 +81,7 @@ def atomic_file(path: Path) -> Generator[Path]:
     temporary = _temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(path)
         # safetensors puts a private file (mode 0600) in place of this one, whose mode is the one that umask gives.
         temporary.touch()
         mode = temporary.stat().st_mode
@@ -79,8 +116,9 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Generator[Path]:
             "remove it, name another with --output, or pass --overwrite",
         )
     temporary = _temporary_name(path)
-    old = path.with_name(f".{path.name}.replaced-{os.getpid()}")
+    old = path.with_name(f".{path.name}.replaced-{_mine()}")
     try:
+        _clear_leftovers(path)
         temporary.mkdir(parents=True)
         yield temporary
         for written in temporary.rglob("*"):

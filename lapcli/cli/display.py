@@ -164,10 +164,10 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str
     if title:
         out.print(title, style="italic", markup=False)
     for row in rows:
-        out.print(" ".join(filter(None, row[:text_columns])), style="bold", markup=False)
-        for column, cell in list(zip(columns, row, strict=True))[text_columns:]:
+        out.print(row[0], style="bold", markup=False)
+        for column, cell in list(zip(columns, row, strict=True))[1:]:
             if cell:
-                out.print(f"  {column}: {cell}", markup=False)
+                out.print(f"  {column}: {cell}" if column else f"  {cell}", markup=False)
 
 
 def facts(title: str | None, values: Mapping[str, Any]) -> None:

@@ -163,6 +163,35 @@ def test_a_place_that_is_none_is_one_clear_error(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
+def test_what_a_killed_process_left_is_cleared(tmp_path):
+    """A slice that was killed half-way may be gigabytes; what another process still writes is left alone."""
+    program = (
+        "import os, sys\nfrom pathlib import Path\nfrom lapcli.artifacts import atomic_directory, atomic_file\n"
+        "with atomic_file(Path('a.[1]')) as file, atomic_directory(Path('b')) as folder:\n"
+        "    file.write_text('half')\n    (folder / 'x').write_text('half')\n"
+        "    print('here', flush=True)\n    sys.stdin.readline()\n    os.kill(os.getpid(), 9)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+
+        def write():
+            with atomic_file(tmp_path / "a.[1]") as file, atomic_directory(tmp_path / "b", replace=True) as folder:
+                file.write_text("whole")
+                (folder / "x").write_text("whole")
+
+        write()
+        assert len(list(tmp_path.iterdir())) == 4
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(60) == -9
+    write()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.[1]", "b"]
+
+
 def test_a_lock_holds_on_a_full_disk(tmp_path, monkeypatch):
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
