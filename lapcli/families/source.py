@@ -21,8 +21,8 @@ DEFAULT_MODEL = "demo:gdn"
 INDEX_FILE = "model.safetensors.index.json"
 """Says in which file of a sharded checkpoint each tensor lies."""
 LOADED_BY_CODE = (
-    "Load model and tokenizer with `trust_remote_code=True`: the Python files here are lapcli's, since the library's "
-    "own config cannot say these widths."
+    "Load model and tokenizer with `trust_remote_code=True`: the Python files here are lapcli's, since the library "
+    "has no class for this model."
 )
 """What is said of a model that lapcli's code lies beside (`lapcli.families.base.ModelCode`)."""
 _SINGLE = "model.safetensors"

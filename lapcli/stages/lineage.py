@@ -112,6 +112,17 @@ def sliced_lineage(folder: Path) -> Lineage | None:
     return read_document(path, "model") if path.is_file() else None
 
 
+def cut_from(folder: Path) -> Lineage | None:
+    """The lineage of a model directory whose states were cut, as far as the lineage tells; `None` for others.
+
+    Raises:
+        ArtifactError: as `sliced_lineage`.
+    """
+    found = sliced_lineage(folder)
+    # What was trained, or what became of a Transformer's attention, has states of their whole width.
+    return None if found is None or found.settings.get("stage") in ("training", "linearising") else found
+
+
 def altered(source: ModelSource) -> bool:
     """Whether lapcli wrote a model directory and its config or weights are others now."""
     try:

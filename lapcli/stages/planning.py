@@ -18,7 +18,7 @@ from lapcli.families.source import DEMO_PREFIX, ModelSource, refuse_quantised, r
 from lapcli.selectors.budget import KeptWidth, kept_width, kept_width_from_keep
 from lapcli.stages.cutting import Mtp, cutting
 from lapcli.stages.kernel_table import OPERATORS, Operator, kernels_for
-from lapcli.stages.lineage import sliced_lineage
+from lapcli.stages.lineage import cut_from
 
 StateDtype = Literal["fp32", "bf16"]
 STATE_ITEMSIZE: dict[str, int] = {"fp32": 4, "bf16": 2}
@@ -284,6 +284,7 @@ def plan_ratio(
     def state(kept: int | None = None) -> int:
         return sum(layer.state_bytes(kept, itemsize) for layer in layers)
 
+    family.sliced_config(source.config, width.width)  # raises where no config says that width
     states = Change(state(), state(width.width))
     convolutions = Change(
         sum(layer.convolution_bytes() for layer in layers),
@@ -500,7 +501,7 @@ def _context(config: Mapping[str, Any], cache: SoftmaxCache | None, asked: int |
 
 def _pruned_before(source: ModelSource) -> dict[str, Any] | None:
     """What a sliced model was cut from, and its key width where that base is at hand."""
-    lineage = sliced_lineage(source.path)
+    lineage = cut_from(source.path)
     if lineage is None:
         return None
     name = str(lineage.model.get("name"))

@@ -16,7 +16,7 @@ from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors.budget import KeptWidth
 from lapcli.stages.calibration import calibrate, check_calibration, has_saliency
 from lapcli.stages.evaluation_file import forget_stale
-from lapcli.stages.lineage import calibration_lineage, refuse_stale, sliced_lineage
+from lapcli.stages.lineage import calibration_lineage, cut_from, refuse_stale
 from lapcli.stages.rotating import refuse_unturnable
 from lapcli.stages.selection import budget_for, select
 from lapcli.stages.slicing import SlicePlan, slice_into
@@ -110,6 +110,7 @@ def plan_pruning(
     if not layers:
         raise FamilyError(f"{source.name} has no layer with a state, so there is nothing to prune")
     budget = budget_for(layers[0].key_width, selection)
+    family_for(source.config).sliced_config(source.config, budget.width.width)  # raises where no config says it
     if budget.selector.rotates:
         refuse_unturnable(source, layers)
     needs_saliency = any(name.startswith("saliency") for name in budget.selector.needs(selection.score_from))
@@ -161,7 +162,7 @@ def calibration_there(
 
 
 def _pruned_before(source: ModelSource) -> str | None:
-    lineage = sliced_lineage(source.path)
+    lineage = cut_from(source.path)
     return None if lineage is None else str(lineage.model.get("name"))
 
 

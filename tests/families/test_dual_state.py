@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lapcli.artifacts import RunDirectory
 from lapcli.errors import FamilyError, ModelError
 from lapcli.families.dual_state import TEACHERS, DualState, converted_config
 from lapcli.families.loading import load_model
@@ -28,6 +29,8 @@ from lapcli.families.remote.lapcli_dual_state import (
 from lapcli.families.remote.lapcli_dual_state_portable import portable_dual_state
 from lapcli.families.remote.lapcli_dual_state_window import equal_memory_window
 from lapcli.families.source import resolve_model
+from lapcli.recipe import CalibrationSettings, SelectionSettings
+from lapcli.stages.pruning import plan_pruning
 from lapcli.stages.slicing import slice_model
 from lapcli.testing.dual_state import converted, converted_source, layer_tensors, tiny_source, tiny_teacher
 from lapcli.testing.oracle import relative_error
@@ -566,9 +569,13 @@ def test_all_channels_kept_is_the_model_itself(tmp_path):
 def test_states_are_cut_once_and_controls_not_at_all(tmp_path):
     source, _ = converted_source(tiny_source("llama", tmp_path / "teacher"), tmp_path / "made")
     slice_model(source, selection_of(source, random_kept(source, 5), tmp_path), tmp_path / "sliced")
-    family = DualState()
+    family, sliced = DualState(), resolve_model(str(tmp_path / "sliced"))
     with pytest.raises(FamilyError, match="cut to 5 key channels before"):
-        family.sliced_config(resolve_model(str(tmp_path / "sliced")).config, 3)
+        family.sliced_config(sliced.config, 3)
+    # Before any text is read.
+    text = CalibrationSettings(data="builtin", samples=2, seq_len=64)
+    with pytest.raises(FamilyError, match="cut to 5 key channels before"):
+        plan_pruning(sliced, text, SelectionSettings(keep=3, align=1), RunDirectory(tmp_path / "run"))
     wide = converted_config(source.config, DualStateSettings(layers=(0,), states=1, width=2).as_config())
     assert [layer.key_width for layer in family.layers(wide)] == [16]
     with pytest.raises(FamilyError, match="width = 2"):
