@@ -6,7 +6,7 @@ that a slip in one of the two shows.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,16 +126,18 @@ def delta_rule_inputs(
     )
 
 
-class _Rounded(torch.autograd.Function):
+class Rounded(torch.autograd.Function):
     """Rounds a value, and its gradient, to a narrower dtype and back."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Round."""
         ctx.dtype = dtype
         return x.to(dtype).to(x.dtype)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Round the gradient."""
         return gradient.to(ctx.dtype).to(gradient.dtype), None
 
 
@@ -155,7 +157,7 @@ def transition_recurrence(
     """
 
     def narrow(x: Tensor) -> Tensor:
-        return x if rounding is None else _Rounded.apply(x, rounding)  # pyright: ignore[reportReturnType]
+        return x if rounding is None else Rounded.apply(x, rounding)  # pyright: ignore[reportReturnType]
 
     heads, width = inputs.v.shape[2], inputs.k.shape[3]
     head = torch.arange(heads, device=inputs.v.device) // (heads // inputs.k.shape[2])
@@ -188,13 +190,13 @@ def transition_recurrence(
 
 
 def output_state_and_gradients(
-    run: Callable[[DeltaRuleInputs], tuple[Tensor, Tensor | None]], inputs: DeltaRuleInputs, seed: int = 1
+    run: Callable[[Any], tuple[Tensor, Tensor | None]], inputs: Any, seed: int = 1
 ) -> dict[str, Tensor]:
     """Run an operator and a backward pass of random cotangents through it.
 
     Args:
-        run: takes `DeltaRuleInputs`, returns output and final state.
-        inputs: where to run it.
+        run: takes inputs, returns output and final state.
+        inputs: `DeltaRuleInputs`, or others that know their `tensors` and can be made to require gradients.
         seed: of the cotangents.
 
     Returns:

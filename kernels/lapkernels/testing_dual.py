@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapkernels.decoding.configs import StepConfig
 from lapkernels.dual_state_step import dual_state_step
-from lapkernels.testing import assert_as_precise
+from lapkernels.testing import Rounded, assert_as_precise
 
 
 @dataclass
@@ -130,6 +130,41 @@ def sum_over_pairs(inputs: DualStateInputs, scale: float | None = None) -> tuple
     return torch.stack(outputs, 1), state
 
 
+def rounding_recurrence(
+    inputs: DualStateInputs, dtype: torch.dtype, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The operator step by step in fp64, but for what a kernel that multiplies in `dtype` has to round.
+
+    That is k and v, q times each state's share, the states as they are read, the output, and the gradients of these.
+
+    Args:
+        inputs: of any dtype; not packed.
+        dtype: of the products.
+        scale: factor on q; `None` for `K ** -0.5`.
+
+    Returns:
+        As `sum_over_pairs`.
+    """
+
+    def narrow(x: Tensor) -> Tensor:
+        return Rounded.apply(x, dtype)  # pyright: ignore[reportReturnType]
+
+    q, g, mixture = (x.double() for x in (inputs.q, inputs.g, inputs.mixture))
+    k, v = (narrow(x.double()) for x in (inputs.k, inputs.v))
+    heads, width = k.shape[2:]
+    shares = narrow(q.unsqueeze(3) * mixture[:, None]).unflatten(2, (heads, -1))
+    factor: float = width**-0.5 if scale is None else scale
+    if inputs.initial_state is None:
+        state = v.new_zeros(v.shape[0], g.shape[2], heads, width, v.shape[3])
+    else:
+        state = inputs.initial_state.double()
+    outputs = []
+    for t in range(q.shape[1]):
+        state = g[:, t].exp().unsqueeze(-1) * state + (k[:, t, :, :, None] * v[:, t, :, None, :]).unsqueeze(1)
+        outputs.append(factor * torch.einsum("bhrak,bahkv->bhrv", shares[:, t], narrow(state)).flatten(1, 2))
+    return narrow(torch.stack(outputs, 1)), state
+
+
 def step_oracle(inputs: DualStateInputs, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """What steps over whole sequences give, where `g` are raw gates and `mixture` logits, in fp64.
 
@@ -163,7 +198,7 @@ def check_dual_step(
     config: StepConfig | None = None,
     **options: Any,
 ) -> None:
-    """Assert that `dual_state_step` follows the oracle, token by token, or several at once of which some are taken back.
+    """Assert that `dual_state_step` follows the oracle, token by token or several at once, some of them taken back.
 
     Args:
         impl: which implementation.

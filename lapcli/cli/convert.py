@@ -77,7 +77,7 @@ def run(
     ] = None,
     batch_size: Annotated[int | None, _dsla("Sequences of a step. Default: 8.")] = None,
     seq_len: Annotated[int | None, _dsla("Tokens of a sequence or window. Default: 1024, 2048 (demo: 512).")] = None,
-    lr: Annotated[float | None, _dsla("Largest learning rate. Default: 1e-3.")] = None,
+    lr: Annotated[float | None, _dsla("Largest learning rate. Default: 1e-3 (demo: 3e-3).")] = None,
     lr_min: Annotated[float | None, _dsla("Last learning rate. Default: a tenth of --lr.")] = None,
     weight_decay: Annotated[float | None, _dsla("Of AdamW. Default: 0.01.")] = None,
     align_loss: Annotated[

@@ -115,10 +115,15 @@ def trials(device: torch.device, *, thorough: bool = False) -> list[Trial]:
         device: where the kernels run.
         thorough: at more widths.
     """
+    # Here, since it takes this module's types.
+    from lapcli.doctor.dual_states import dual_state_step_trials, dual_state_trials
+
     found = [
         *_delta_rule(device, thorough),
+        *dual_state_trials(device),
         *_delta_step(device),
         *_ssd_step(device),
+        *dual_state_step_trials(device),
         *_attend_step(device),
         *_norm(device),
         *_thin_linear(device),

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lapcli.doctor import diagnosis
+from lapcli.doctor.dual_states import dual_state_step_trials as _dual_steps
+from lapcli.doctor.dual_states import dual_state_trials as _dual_states
 from lapcli.doctor.kernels import (
     _attend_step,
     _checked,
@@ -31,6 +33,8 @@ def own_file(tmp_path, monkeypatch):
     # Decode steps have tests of their own; here they would only take time.
     for operator in ("_delta_step", "_ssd_step", "_attend_step", "_norm", "_thin_linear"):
         monkeypatch.setattr(f"lapcli.doctor.kernels.{operator}", lambda _device: ())
+    for made in ("dual_state_trials", "dual_state_step_trials"):
+        monkeypatch.setattr(f"lapcli.doctor.dual_states.{made}", lambda _device: ())
 
 
 @pytest.fixture
@@ -181,6 +185,25 @@ def test_decode_steps_are_checked_too(operator, made, monkeypatch):
     right = getattr(module, operator)
     monkeypatch.setattr(module, operator, lambda *a, **k: right(*a, **k) * 1.001)
     assert statuses() == {"wrong"}
+
+
+def test_gated_states_are_checked_too(monkeypatch):
+    from lapkernels import dual_state as operator
+
+    def found():
+        checks = [_checked(trial, CPU) for trial in _dual_states(CPU) if trial.why_not is None]
+        return {(check.impl, check.way): check.status for check in checks}
+
+    assert set(found().values()) == {"right"}
+    right = operator.api.dual_state_chunked
+    monkeypatch.setattr(
+        operator.api, "dual_state_chunked", lambda q, k, v, g, m, *rest: right(q, k, v, g, 1.001 * m, *rest)
+    )
+    assert {key: status for key, status in found().items() if status != "right"} == {
+        ("chunked", "forward"): "wrong",
+        ("chunked", "backward"): "wrong",
+    }
+    assert {_checked(trial, CPU).status for trial in _dual_steps(CPU) if trial.impl == "reference"} == {"right"}
 
 
 def test_norms_are_checked_too(monkeypatch):
