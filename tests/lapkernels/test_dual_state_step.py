@@ -137,3 +137,16 @@ def test_what_runs_and_why():
     with pytest.raises(KernelUnavailable, match="fp64"):
         dual_state_step(**arguments(), impl="triton")
     assert allocate_state(3, 2, 1, 4, 5, dtype=torch.bfloat16).nbytes == 3 * 2 * 20 * 2
+
+
+def test_the_benchmark_runs(tmp_path):
+    output = tmp_path / "rows.jsonl"
+    script = str(ROOT / "kernels" / "benchmarks" / "dual_state_step.py")
+    options = ["--toy", "--repeats", "1", "--trials", "1", "--configs", "no", "--output", str(output)]
+    shown = run(script, *options, interpreted=True)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    ours = next(row for row in rows if row.get("impl") == "triton")
+    assert ours["us"] > 0
+    # One row: two bf16 states of 4 x 4, there and back; q of two heads, k, two gates, v, and two outputs.
+    assert ours["bytes"] == 2 * 2 * 16 * 2 + 2 * (2 * 4 + 4 + 2 * 4 + 4 + 2 * 4)
+    assert "table's choice" in shown
