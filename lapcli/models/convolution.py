@@ -161,6 +161,9 @@ class _Filter(torch.autograd.Function):
             y[:, lag:].addcmul_(x[:, :-lag], taps[-1 - lag])
         ctx.save_for_backward(weight, x, y if silu else None, own, edges)
         z = F.silu(y) if silu else y
+        if not silu and torch.compiler.is_compiling():
+            # Of torch 2.11 wrong, see "Compiled" in the README of `lapkernels.delta_rule`. No copy remains of this.
+            z = y.clone()
         return tuple(_unspread(part, ctx.skip, own, x.dtype) for part in z.split(ctx.widths, dim=-1))
 
     @staticmethod
@@ -201,5 +204,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _unspread(x: Tensor, skip: int, own: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The tokens alone, in a dtype, contiguous."""
     x = x[:, skip:]
-    x = x.contiguous() if x.dtype == dtype else x.to(dtype, memory_format=torch.contiguous_format)
+    if x.dtype != dtype or not x.is_contiguous():
+        # Not `contiguous()` of what is contiguous: the same tensor again, see "Compiled" as well.
+        x = x.to(dtype, memory_format=torch.contiguous_format, copy=True)
     return x if own is None else x.index_select(1, own)

@@ -245,7 +245,8 @@ class _Decayed(torch.autograd.Function):
         # Above the diagonal this may overflow; `tril` puts zeros there whatever it finds.
         within = erased.new_empty(erased.shape)
         torch.sub(total.unsqueeze(-1), total.unsqueeze(-2), out=within).exp_().tril_()
-        from_start, to_end = total.to(g.dtype).exp_(), within[:, -1].clone()
+        # Not in place: see the README ("Compiled") of results that are.
+        from_start, to_end = total.to(g.dtype).exp(), within[:, -1].clone()
         erased, read = erased * within, read * within
         ctx.save_for_backward(within, from_start, to_end, erased, read)
         return from_start, to_end, erased, read
@@ -258,8 +259,8 @@ class _Decayed(torch.autograd.Function):
         # By the logarithm of each decay, which is a difference of two running sums.
         logs = (d_erased * erased).addcmul_(d_read, read)
         logs[:, -1].addcmul_(d_to_end, to_end)
-        # One sum, not one over rows less one over columns: compiled for a GPU, torch 2.11 puts sums over both axes of
-        # one tensor into one kernel ("mix-order reduction"), and that came out wrong.
+        # One sum, not one over rows less one over columns, which torch 2.11's compiler would put into one kernel: see
+        # the README ("Compiled").
         d_total = (d_from_start * from_start).add_((logs - logs.mT).sum(-1))
         d_g = d_total.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(d_total.dtype)
         return d_g, d_erased * within, d_read * within
