@@ -72,6 +72,13 @@ def done(source, text, tmp_path_factory):
     return root, convert(source, settings(text, steps=6, kl_weight=0.0), "1", root)
 
 
+@pytest.fixture(scope="module")
+def at_once(source, text, tmp_path_factory):
+    """Two layers, never stopped."""
+    root = tmp_path_factory.mktemp("at-once") / "out"
+    return root, convert(source, settings(text), "0.7", root)
+
+
 def test_every_prefix_is_a_model_and_each_step_teaches_its_layer(source, done):
     root, result = done
     assert sorted(result.order) == [0, 1, 2]
@@ -106,7 +113,7 @@ def counted(root, prefix):
     return max(json.loads(line).get("tokens", 0) for line in curve.splitlines())
 
 
-def test_what_is_done_is_not_done_again_and_a_fraction_can_grow(source, text, tmp_path, monkeypatch):
+def test_what_is_done_is_not_done_again_and_a_fraction_can_grow(source, text, tmp_path, at_once):
     root = tmp_path / "out"
     first = convert(source, settings(text), "0.3", root)
     assert len(first.order) == 1
@@ -120,8 +127,8 @@ def test_what_is_done_is_not_done_again_and_a_fraction_can_grow(source, text, tm
     assert more.order[:1] == first.order
     assert more.prefixes[0] == first.prefixes[0]
     # Growing is as converting at once, to the bit.
-    whole = convert(source, settings(text), "0.7", tmp_path / "at-once")
-    assert tensors_of(root) == tensors_of(tmp_path / "at-once")
+    whole_root, whole = at_once
+    assert tensors_of(root) == tensors_of(whole_root)
     assert [each["kl"] for each in whole.prefixes] == [each["kl"] for each in more.prefixes]
 
 
@@ -133,7 +140,7 @@ def tensors_of(root):
     return found
 
 
-def test_killed_in_the_middle_it_goes_on_to_the_same_bits(source, text, tmp_path, monkeypatch):
+def test_killed_in_the_middle_it_goes_on_to_the_same_bits(source, text, tmp_path, monkeypatch, at_once):
     """In the third step of the second layer; its last checkpoint is taken up."""
     advance, count = engine._Loop._advance, [0]
 
@@ -151,8 +158,8 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_bits(source, text, tmp_path
     assert list(root.rglob("step-*"))
     monkeypatch.undo()
     resumed = convert(source, settings(text), "0.7", root)
-    whole = convert(source, settings(text), "0.7", tmp_path / "whole")
-    assert tensors_of(root) == tensors_of(tmp_path / "whole")
+    whole_root, whole = at_once
+    assert tensors_of(root) == tensors_of(whole_root)
     assert [each["kl"] for each in resumed.prefixes] == [each["kl"] for each in whole.prefixes]
     assert not list(root.rglob("step-*"))
 
