@@ -168,7 +168,7 @@ def _gradients(
     launch(
         total_by_pairs, total_by_channels, beta_by_pairs, beta_by_channels, d_g, d_beta, table, bounds,
         time, layout.chunks, all_chunks, *d_g.stride(), *d_beta.stride(),
-        HV=value_heads, C=CHUNK, BLOCKS=blocks, GATED=g is not None, PACKED=cu_seqlens is not None, num_warps=2,
+        HV=value_heads, C=CHUNK, BLOCKS=blocks, GATED=g is not None, PACKED=cu_seqlens is not None, num_warps=1,
     )  # fmt: skip
     if afterwards:
         d_q, d_k = (_through_norm(each, grad, norm_eps) for each, grad in ((q, d_q), (k, d_k)))

@@ -22,6 +22,7 @@ def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b,
               PACKED: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Of one sequence, value head and block of value channels: dS after each chunk, and dB of each chunk.
 
+    Turned around, as `walk_turned` is: dS is [BV, K] here, and what has C steps is [BV, C].
     d_final, d_initial: [sequences, HV, K, V].  ends: [M, HV, K, V].  d_b: [M, HV, C, V].
     """
     VALUE_BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -37,14 +38,14 @@ def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b,
     columns = block.to(tl.int32) * BV + tl.arange(0, BV)
     inside = columns < V
     rows0 = tl.arange(0, BK0)
-    at0 = rows0[:, None] * V + columns[None, :]
-    mask0 = (rows0 < K)[:, None] & inside[None, :]
+    at0 = rows0[None, :] * V + columns[:, None]
+    mask0 = (rows0 < K)[None, :] & inside[:, None]
     held = (sequence * HV + value_head) * K * V
     ds0 = tl.load(d_final + held + at0, mask=mask0, other=0.0).to(tl.float32)
     if BK1 > 0:
         rows1 = BK0 + tl.arange(0, BK1)
-        at1 = rows1[:, None] * V + columns[None, :]
-        mask1 = (rows1 < K)[:, None] & inside[None, :]
+        at1 = rows1[None, :] * V + columns[:, None]
+        mask1 = (rows1 < K)[None, :] & inside[:, None]
         ds1 = tl.load(d_final + held + at1, mask=mask1, other=0.0).to(tl.float32)
     # From the last chunk on.
     first = (sequence * 0 + count - 1) * C
@@ -57,36 +58,41 @@ def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b,
     left = length - first
     near, far = steps[:, None] // BLOCK, steps[None, :] // BLOCK
     for _ in range(count):
-        k0 = tile(k, k_step, left, 0, BK0, C, K)
-        q0 = tile(q, q_step, left, 0, BK0, C, K)
-        x0 = tile(x, x_step, left, 0, BK0, C, K) if ERASE else k0
-        d_out = tl.load(d_o + (steps[:, None] * d_o_step + columns[None, :]),
-                        mask=(steps < left)[:, None] & inside[None, :], other=0.0)  # fmt: skip
-        pair = pairs + at * 3 * C * C + (steps[:, None] * C + steps[None, :])
-        reads = tl.trans(tl.load(pair, mask=near >= far, other=0.0))
-        solved = tl.load(pair + 2 * C * C, mask=near <= far, other=0.0)
         factor = factors + at * 4 * C + steps
-        tl.store(ends + at * K * V + at0, ds0.to(ends.dtype.element_ty), mask=mask0)
-        d_update = tl.dot(k0, ds0.to(dtype), input_precision=PRECISION)
+        by_found, by_read = tl.load(factor) * tl.load(factor + 3 * C), tl.load(factor + C)
+        by_write, over = tl.load(factor + 2 * C), tl.load(kept + at)
+        pair = pairs + at * 3 * C * C + (steps[:, None] * C + steps[None, :])
+        k0 = tile(k, k_step, left, 0, BK0, C, K)
+        live = (steps < left)[:, None] & inside[None, :]
+        d_out = tl.trans(tl.load(d_o + (steps[:, None] * d_o_step + columns[None, :]), mask=live, other=0.0))
+        reads = tl.load(pair, mask=near >= far, other=0.0)
+        solved = tl.trans(tl.load(pair + 2 * C * C, mask=near <= far, other=0.0))
+        x0 = tile(x, x_step, left, 0, BK0, C, K) if ERASE else k0
+        q0 = tile(q, q_step, left, 0, BK0, C, K)
+        # The same once more: what is multiplied by factors cannot be an operand where it was loaded.
+        live = (steps < left)[None, :] & inside[:, None]
+        d_out_here = tl.load(d_o + (steps[None, :] * d_o_step + columns[:, None]), mask=live, other=0.0)
+        state0 = ds0.to(dtype)
+        d_update = tl.dot(state0, tl.trans(k0), input_precision=PRECISION)
         if BK1 > 0:
             k1 = tile(k, k_step, left, BK0, BK1, C, K)
             q1 = tile(q, q_step, left, BK0, BK1, C, K)
             x1 = tile(x, x_step, left, BK0, BK1, C, K) if ERASE else k1
-            tl.store(ends + at * K * V + at1, ds1.to(ends.dtype.element_ty), mask=mask1)
-            d_update += tl.dot(k1, ds1.to(dtype), input_precision=PRECISION)
-        d_update *= tl.load(factor + 2 * C)[:, None]
-        d_update = tl.dot(reads, d_out, d_update, input_precision=PRECISION)
-        change = tl.dot(solved, d_update.to(dtype), input_precision=PRECISION)
-        tl.store(d_b + at * C * V + (steps[:, None] * V + columns[None, :]), change.to(d_b.dtype.element_ty),
-                 mask=inside[None, :])  # fmt: skip
-        d_read = (tl.load(factor + C)[:, None] * d_out.to(tl.float32)).to(dtype)
-        d_found = (-(tl.load(factor) * tl.load(factor + 3 * C))[:, None] * change).to(dtype)
-        over = tl.load(kept + at)
-        ds0 = tl.dot(tl.trans(q0), d_read, over * ds0, input_precision=PRECISION)
-        ds0 = tl.dot(tl.trans(x0), d_found, ds0, input_precision=PRECISION)
+            state1 = ds1.to(dtype)
+            d_update = tl.dot(state1, tl.trans(k1), d_update, input_precision=PRECISION)
+        d_update = tl.dot(d_out, reads, by_write[None, :] * d_update, input_precision=PRECISION)
+        change = tl.dot(d_update.to(dtype), solved, input_precision=PRECISION)
+        tl.store(ends + at * K * V + at0, state0.to(ends.dtype.element_ty), mask=mask0)
+        tl.store(d_b + at * C * V + (steps[None, :] * V + columns[:, None]), change.to(d_b.dtype.element_ty),
+                 mask=inside[:, None])  # fmt: skip
+        d_found = (-by_found[None, :] * change).to(dtype)
+        d_read = (by_read[None, :] * d_out_here.to(tl.float32)).to(dtype)
+        ds0 = tl.dot(d_found, x0, over * ds0, input_precision=PRECISION)
+        ds0 = tl.dot(d_read, q0, ds0, input_precision=PRECISION)
         if BK1 > 0:
-            ds1 = tl.dot(tl.trans(q1), d_read, over * ds1, input_precision=PRECISION)
-            ds1 = tl.dot(tl.trans(x1), d_found, ds1, input_precision=PRECISION)
+            tl.store(ends + at * K * V + at1, state1.to(ends.dtype.element_ty), mask=mask1)
+            ds1 = tl.dot(d_found, x1, over * ds1, input_precision=PRECISION)
+            ds1 = tl.dot(d_read, q1, ds1, input_precision=PRECISION)
         q -= C * q_step
         k -= C * k_step
         d_o -= C * d_o_step
@@ -326,6 +332,6 @@ def gate_gradients(by_pairs, by_channels, beta_by_pairs, beta_by_channels, d_g, 
         sums = tl.load(by_pairs + at)
         for block in range(BLOCKS):
             sums += tl.load(by_channels + at + block * all_of_block)
-        later = tl.sum(tl.where(steps[None, :] >= steps[:, None], sums[None, :], 0.0), 1)
+        later = tl.cumsum(sums, 0, reverse=True)
         tl.store(d_g + row * d_g_row + (first + steps) * d_g_step + value_head * d_g_head,
                  later.to(d_g.dtype.element_ty), mask=steps < left)  # fmt: skip

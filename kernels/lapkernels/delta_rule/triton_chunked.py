@@ -62,10 +62,10 @@ def fetch(ptr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def fetch_rows(base, step_stride, left, first, C: tl.constexpr, N: tl.constexpr):
-    """Channels first .. first + N of the *next* C steps, or of the sequence's last step, into the second cache."""
+def fetch_rows(base, step_stride, left, begin, first, C: tl.constexpr, N: tl.constexpr):
+    """Channels first .. first + N of C steps from `begin` on, as far as there are any, into the second cache."""
     LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
-    rows = base + tl.minimum(C + tl.arange(0, C), left - 1) * step_stride + first
+    rows = base + tl.minimum(begin + tl.arange(0, C), left - 1) * step_stride + first
     for channel in tl.static_range(0, N, LINE):
         _fetch_each(rows + channel)
 
@@ -242,7 +242,8 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
             beta_row, beta_step, beta_head,
             H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
             GATED: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-            KEEP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
+            KEEP: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+            SOLVE: tl.constexpr):  # fmt: skip
     """Of one chunk and value head: everything that no state enters.
 
     pairs: [M, HV, 2 or 3, C, C], M with the scale, `(I + A)^-1 diag(beta)` transposed, and for a backward pass the same
@@ -263,6 +264,10 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     g += row * g_row + first * g_step + value_head * g_head
     beta += row * beta_row + first * beta_step + value_head * beta_head
     left1, left2, left3 = left - BLOCK, left - 2 * BLOCK, left - 3 * BLOCK
+    if AHEAD:
+        # Later rows of blocks are loaded behind the stores of earlier ones.
+        fetch_rows(k, k_step, left, 0, 0, C, K)
+        fetch_rows(q, q_step, left, 0, 0, C, K)
     beta0 = _steps_of(beta, beta_step, left, tl.float32)
     beta1 = _steps_of(beta + BLOCK * beta_step, beta_step, left1, tl.float32)
     beta2 = _steps_of(beta + 2 * BLOCK * beta_step, beta_step, left2, tl.float32)
@@ -445,11 +450,11 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
         more = n + 1 < count
         next_at = tl.where(more, at + HV, at)
         if AHEAD:
-            fetch_rows(k, k_step, left, 0, C, K)
-            fetch_rows(q, q_step, left, 0, C, K)
+            fetch_rows(k, k_step, left, C, 0, C, K)
+            fetch_rows(q, q_step, left, C, 0, C, K)
             if ERASE:
-                fetch_rows(x, x_step, left, 0, C, K)
-            fetch_rows(v, v_step, left, block.to(tl.int32) * BV, C, BV)
+                fetch_rows(x, x_step, left, C, 0, C, K)
+            fetch_rows(v, v_step, left, C, block.to(tl.int32) * BV, C, BV)
             fetch(pairs + next_at * SLOTS * C * C, 2 * C * C)
             fetch(factors + next_at * 4 * C, 4 * C)
         # What comes last is loaded one chunk ahead, being alone too small to be copied in the background.
@@ -589,11 +594,11 @@ def walk_turned(q, k, x, v, o, pairs, factors, kept, initial, final, starts, upd
         more = n + 1 < count
         next_at = tl.where(more, at + HV, at)
         if AHEAD:
-            fetch_rows(k, k_step, left, 0, C, K)
-            fetch_rows(q, q_step, left, 0, C, K)
+            fetch_rows(k, k_step, left, C, 0, C, K)
+            fetch_rows(q, q_step, left, C, 0, C, K)
             if ERASE:
-                fetch_rows(x, x_step, left, 0, C, K)
-            fetch_rows(v, v_step, left, block.to(tl.int32) * BV, C, BV)
+                fetch_rows(x, x_step, left, C, 0, C, K)
+            fetch_rows(v, v_step, left, C, block.to(tl.int32) * BV, C, BV)
             fetch(pairs + next_at * SLOTS * C * C, 2 * C * C)
             fetch(factors + next_at * 4 * C, 4 * C)
         # What comes last is loaded one chunk ahead, being alone too small to be copied in the background.

@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
         turned: whether it holds everything but q, k and x turned around (`walk_turned`).
         fold: whether it multiplies rows of q, k and x by their factors, or their products with the state; only without
             `turned`.
-        ahead: whether it has the second cache fetch the next chunk.
+        ahead: whether both kernels have the second cache fetch what they load later.
         registers: the most that its threads may have.
         prepare_registers: the same of the other kernel, whose programs are single warps.
     """
@@ -74,17 +74,19 @@ def key_blocks(width: int) -> tuple[int, int]:
     return (half, rest) if half + rest < whole else (whole, 0)
 
 
-def choose_tiles(key_width: int, value_width: int, dtype: torch.dtype) -> Tiles:
+def choose_tiles(key_width: int, value_width: int, dtype: torch.dtype, states: int = 1 << 20) -> Tiles:
     """The tiles for a call.
 
     Args:
         key_width: K.
         value_width: V.
         dtype: of q, k and v.
+        states: sequences times value heads.
     """
     if dtype == torch.float32:
         return Tiles(min(power_of_two(max(16, value_width)), 32 if key_width <= 128 else 16), 4, 1)
-    if value_width >= 128:
+    # Wide ones load q, k and pairs once; narrow ones are more, where they would not be enough for all multiprocessors.
+    if value_width >= 128 and states * -(-value_width // 128) >= 128:
         return Tiles(128, 4 if key_width <= 64 else 8, 2, turned=True)
     # 64 even where V is less: compiled by triton 3.6, blocks of 32 ended in illegal accesses on an H200.
     return Tiles(64, 4 if key_width <= 128 else 8, 2, turned=True)
@@ -166,9 +168,9 @@ def delta_rule_triton(
     _, time, key_heads, key_width = q.shape
     value_heads, value_width = v.shape[2:]
     wide = compute_dtype(q)
-    if tiles is None:
-        tiles = choose_tiles(key_width, value_width, q.dtype)
     layout = layout_of(q, cu_seqlens)
+    if tiles is None:
+        tiles = choose_tiles(key_width, value_width, q.dtype, layout.count * value_heads)
     all_chunks = layout.all_chunks
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     x = k if erase is None else erase if erase.stride(-1) == 1 else erase.contiguous()
@@ -195,7 +197,7 @@ def delta_rule_triton(
     shared = {
         "H": key_heads, "R": repeats, "K": key_width, "C": CHUNK, "ERASE": erase is not None,
         "ERASE_R": per_value_head, "PACKED": cu_seqlens is not None, "PRECISION": "ieee" if exact else "tf32",
-        "KEEP": keep,
+        "KEEP": keep, "AHEAD": tiles.ahead and not is_interpreted(),
     }  # fmt: skip
     first: Any = prepare[(all_chunks * value_heads,)]
     second: Any = (walk_turned if tiles.turned else walk)[
@@ -215,7 +217,7 @@ def delta_rule_triton(
             time, layout.chunks,
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *output.stride()[:3], **shared,
             V=value_width, BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
-            FINAL=final_state, AHEAD=tiles.ahead and not is_interpreted(),
+            FINAL=final_state,
             **({} if tiles.turned else {"FOLD": tiles.fold}),
             num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
         )  # fmt: skip
