@@ -243,6 +243,21 @@ def test_compiled_blocks_train_as_they_are(own, tmp_path, monkeypatch):
     assert all(each["options"].get("triton.mix_order_reduction", False) is False for each in seen)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiler_that_errs_is_found_out(own, tmp_path, monkeypatch, checkpointing):
+    """The right values, but not all of the gradient."""
+
+    def compile_(forward, **_):
+        def erring(hidden, *others, **named):
+            return forward(0.9 * hidden + 0.1 * hidden.detach(), *others, **named)
+
+        return erring
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    with pytest.raises(ModelError, match=r"wrong gradient of its input of a .*Block.*without the compiler"):
+        everything_of(own, steps=2).run(tmp_path, compile=True, gradient_checkpointing=checkpointing)
+
+
 def test_what_a_model_draws_goes_on_too(own, tmp_path):
     def drawing():
         bench = Bench(own)
