@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lapcli.artifacts import Artifact, Lineage, RunDirectory, artifact_digest, atomic_directory, write_document
@@ -25,7 +26,14 @@ from lapcli.evaluation.harness import check_names
 from lapcli.evaluation.tasks import expand, parse_tasks
 from lapcli.families.dual_state import TEACHERS, model_code
 from lapcli.families.remote.lapcli_dual_state import DualStateSettings
-from lapcli.families.source import LOADED_BY_CODE, ModelSource, refuse_quantised, resolve_model
+from lapcli.families.source import (
+    INDEX_FILE,
+    LOADED_BY_CODE,
+    ModelSource,
+    companions,
+    refuse_quantised,
+    resolve_model,
+)
 from lapcli.linearising.chain import Chain
 from lapcli.linearising.layer_order import layer_order
 from lapcli.linearising.plan import SUMMARY_FILE, LinearisingPlan, Place, Shape
@@ -149,6 +157,12 @@ def linearise_into(
             conversion that is there.
     """
     machine, reporter = machine or Machine(), reporter or SilentReporter()
+    dtype = machine.torch_dtype(plan.source.config)
+    if machine.torch_device().type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+        raise UsageError(
+            f"--dtype {machine.dtype} on a CPU: what is trained is in fp32, and so must the rest be there",
+            "pass --dtype float32, or none",
+        )
     place = plan.place
     with RunDirectory(place.root).lock():
         if plan.overwrite:
@@ -202,6 +216,11 @@ def export_prefix(
             f"lapcli convert MODEL --to dsla --fraction {number / count:.4g} --output {root}",
         )
     chosen = found[:number]
+    if any(each.lineage.model.get("digest") != base.digest for each in chosen):
+        raise ArtifactError(
+            f"{place.base} is not the model whose layers lie in {place.prefixes}: it has changed since",
+            "put it back, or convert the model again with --overwrite",
+        )
     lineage = Lineage(
         kind="model",
         model=base.describe(),
@@ -253,13 +272,15 @@ def _keep_base(plan: LinearisingPlan, reporter: Reporter) -> bool:
         if resolve_model(str(base)).digest == plan.source.digest:
             return False
         raise ArtifactError(f"{base} is not {plan.source.name}, which is to be converted there", MEND)
-    files = [path for path in plan.source.path.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    source = plan.source
+    names = {"config.json", "README.md", INDEX_FILE, *(path.name for path in source.shards), *companions(source)}
+    files = [source.path / name for name in sorted(names) if (source.path / name).is_file()]
     with (
         atomic_directory(base) as folder,
-        reporter.task(f"keeping {plan.source.name}", total=len(files), unit="files") as task,
+        reporter.task(f"keeping {source.name}", total=len(files), unit="files") as task,
     ):
         for path in files:
-            target = folder / path.relative_to(plan.source.path)
+            target = folder / path.relative_to(source.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(path.resolve(), target)

@@ -13,6 +13,7 @@ from lapcli.families.loading import load_model
 from lapcli.families.remote.lapcli_dual_state import dual_state_layers
 from lapcli.families.source import resolve_model
 from lapcli.linearising.settings import DistillationSettings, LayerSettings, LinearisingSettings, SensitivitySettings
+from lapcli.machine import Machine
 from lapcli.reporting import SilentReporter
 from lapcli.stages.linearising import export_prefix, linearise_into, number_of, plan_linearising
 from lapcli.testing.dual_state import tiny_source
@@ -270,6 +271,25 @@ def test_exports(done, tmp_path):
     (tmp_path / "foreign").mkdir()
     with pytest.raises(ArtifactError, match="lapcli did not write it"):
         export_prefix(root, 1, tmp_path / "foreign")
+
+
+def test_a_teacher_that_changed_is_noticed(done, tmp_path):
+    root, _result = done
+    # A copy of the directory has no hard links.
+    shutil.copytree(root, tmp_path / "copy")
+    weights = tmp_path / "copy" / "base" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ArtifactError, match="has changed since"):
+        export_prefix(tmp_path / "copy", 1, tmp_path / "model")
+
+
+def test_half_precision_on_a_cpu_is_refused(source, text, tmp_path):
+    plan = plan_linearising(source, settings(text), "0.3", tmp_path / "out")
+    with pytest.raises(UsageError, match="--dtype bfloat16 on a CPU"):
+        linearise_into(plan, machine=Machine(device="cpu", dtype="bfloat16"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_directory_stands_alone(source, text, tmp_path):
