@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lapkernels.attend_step.reference import attend_step_reference
 from lapkernels.attend_step.validation import check_arguments
-from lapkernels.decoding.choice import why_no_kernel
+from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
 from lapkernels.delta_rule.api import Choice
 from lapkernels.errors import KernelUnavailable
 
@@ -26,12 +26,12 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | 
 
 def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
     """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    if torch.device(device).type == "cpu":
-        return Choice("reference", "on a CPU PyTorch is the faster way")
-    why = why_not("triton", device, dtype)
-    if why is None:
-        return Choice("triton", "reads each row's own tokens once")
-    return Choice("reference", f"over all that a slot has room for, in PyTorch: {why}")
+    return kernel_or_reference(
+        device,
+        why_not("triton", device, dtype),
+        "reads each row's own tokens once",
+        "over all that a slot has room for, in PyTorch",
+    )
 
 
 def attend_step(

@@ -4,6 +4,7 @@ import torch
 
 from lapkernels import verdicts
 from lapkernels._triton import kernels_can_run
+from lapkernels.delta_rule.api import Choice
 from lapkernels.errors import InvalidInput
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
@@ -39,3 +40,17 @@ def why_no_kernel(
             "is imported to test the kernel there"
         )
     return verdicts.why_wrong(operator, impl, torch.device(device))
+
+
+def kernel_or_reference(device: torch.device | str, why: str | None, kernel: str, reference: str) -> Choice:
+    """What `impl="auto"` runs, and why.
+
+    Args:
+        device: where the tensors lie.
+        why: why the kernel cannot run, or `None`.
+        kernel: why it is chosen where it can.
+        reference: how the reference does it, where the kernel cannot.
+    """
+    if torch.device(device).type == "cpu":
+        return Choice("reference", "on a CPU PyTorch is the faster way")
+    return Choice("triton", kernel) if why is None else Choice("reference", f"{reference}: {why}")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import why_no_kernel
+from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
 from lapkernels.decoding.configs import StepConfig
 from lapkernels.decoding.rows import ConvState
 from lapkernels.decoding.workspace import Workspace
@@ -46,12 +46,12 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | 
 
 def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
     """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    if torch.device(device).type == "cpu":
-        return Choice("reference", "on a CPU PyTorch is the faster way")
-    why = why_not("triton", device, dtype)
-    if why is None:
-        return Choice("triton", "one kernel that reads and writes the state once")
-    return Choice("reference", f"one token after the other in PyTorch: {why}")
+    return kernel_or_reference(
+        device,
+        why_not("triton", device, dtype),
+        "one kernel that reads and writes the state once",
+        "one token after the other in PyTorch",
+    )
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import why_no_kernel
+from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
 from lapkernels.decoding.configs import StepConfig
 from lapkernels.delta_rule.api import Choice
 from lapkernels.dual_state_step.reference import dual_state_step_reference
@@ -41,12 +41,12 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | 
 
 def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
     """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    if torch.device(device).type == "cpu":
-        return Choice("reference", "on a CPU PyTorch is the faster way")
-    why = why_not("triton", device, dtype)
-    if why is None:
-        return Choice("triton", "one kernel that reads and writes each state once")
-    return Choice("reference", f"one token after the other in PyTorch: {why}")
+    return kernel_or_reference(
+        device,
+        why_not("triton", device, dtype),
+        "one kernel that reads and writes each state once",
+        "one token after the other in PyTorch",
+    )
 
 
 @torch.no_grad()
@@ -77,7 +77,7 @@ def dual_state_step(
         q: `[batch, T, HQ, K]`; T is 1 but for speculative decoding. Query head j reads key head `j // (HQ // H)`.
         k: `[batch, T, H, K]`.
         v: `[batch, T, H, V]`.
-        state: `[slots, states, H, K, V]`, fp32 or bf16 (fp64 for the reference); each slot contiguous, written in place.
+        state: `[slots, states, H, K, V]`, fp32 or bf16 (fp64 for the reference); slots contiguous, written in place.
         gate: `[batch, T, states, H, K]`, before the logsigmoid.
         mixture: `[states]`, before the softmax.
         normaliser: what the logsigmoid is divided by.

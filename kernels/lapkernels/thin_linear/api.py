@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import why_no_kernel
+from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
 from lapkernels.delta_rule.api import Choice
 from lapkernels.errors import KernelUnavailable
 from lapkernels.thin_linear.reference import thin_linear_reference
@@ -47,12 +47,9 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype, rows: int
 
 def select_impl(device: torch.device | str, dtype: torch.dtype, rows: int = 1) -> Choice:
     """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    if torch.device(device).type == "cpu":
-        return Choice("reference", "on a CPU PyTorch is the faster way")
-    why = why_not("triton", device, dtype, rows)
-    if why is None:
-        return Choice("triton", "one kernel that reads the matrix once")
-    return Choice("reference", f"in PyTorch: {why}")
+    return kernel_or_reference(
+        device, why_not("triton", device, dtype, rows), "one kernel that reads the matrix once", "in PyTorch"
+    )
 
 
 def thin_linear(
