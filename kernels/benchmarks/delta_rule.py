@@ -104,15 +104,13 @@ def implementations(
     default = choose_tiles(shape.key_width, shape.value_width, dtype)
     # The two kernels do not depend on each other's tiles: one is varied at a time.
     walks = [
-        Tiles(128, 4, 2, turned=True, ahead=True),
+        Tiles(128, 8, 2, turned=True),
         Tiles(128, 8, 2, turned=True, registers=128),
-        Tiles(128, 8, 2, turned=True, ahead=True, registers=128),
-        Tiles(64, 4, 1, turned=True, ahead=True, registers=128),
-        Tiles(64, 4, 1, turned=True, ahead=True, registers=168),
+        Tiles(64, 4, 2, turned=True),
+        Tiles(64, 4, 1, turned=True, registers=168),
         Tiles(128, 4, 2),
-        Tiles(128, 4, 2, fold=True, ahead=True),
     ]
-    for tiles in dict.fromkeys((*walks, *(default._replace(prepare_registers=most) for most in (200, 168, 128)))):
+    for tiles in dict.fromkeys((*walks, default._replace(prepare_registers=200), default._replace(ahead=True))):
         if tiles.value_block <= shape.value_width:
             yield "triton " + " ".join(map(str, tiles)), ours(tiles)
 

@@ -16,7 +16,8 @@ from lapkernels.delta_rule.triton_chunked import BLOCK, course, tile, whereabout
 @triton.jit
 def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b, bounds, chunk_starts,
               time, chunks,
-              q_row, q_step, q_head, k_row, k_step, k_head, x_row, x_step, x_head, d_o_row, d_o_step, d_o_head,
+              q_row, q_step: tl.constexpr, q_head, k_row, k_step: tl.constexpr, k_head,
+              x_row, x_step: tl.constexpr, x_head, d_o_row, d_o_step: tl.constexpr, d_o_head,
               H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
               BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
               PACKED: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip

@@ -394,13 +394,16 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
 @triton.jit
 def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
          time, chunks,
-         q_row, q_step, q_head, k_row, k_step, k_head, x_row, x_step, x_head, v_row, v_step, v_head,
-         o_row, o_step, o_head,
+         q_row, q_step: tl.constexpr, q_head, k_row, k_step: tl.constexpr, k_head,
+         x_row, x_step: tl.constexpr, x_head, v_row, v_step: tl.constexpr, v_head,
+         o_row, o_step: tl.constexpr, o_head,
          H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
          BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
          PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
          FOLD: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Of one sequence, value head and block of value channels: all its chunks, one after the other.
+
+    Steps' strides are constants, as a model's are, and need no registers.
 
     initial, final: [sequences, HV, K, V].  bounds, chunk_starts: [sequences + 1], of steps and of chunks.  KEEP: write
     the state before each chunk to starts [M, HV, K, V] and U to updates [M, HV, C, V], for a backward pass.
@@ -535,8 +538,9 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
 @triton.jit
 def walk_turned(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
          time, chunks,
-         q_row, q_step, q_head, k_row, k_step, k_head, x_row, x_step, x_head, v_row, v_step, v_head,
-         o_row, o_step, o_head,
+         q_row, q_step: tl.constexpr, q_head, k_row, k_step: tl.constexpr, k_head,
+         x_row, x_step: tl.constexpr, x_head, v_row, v_step: tl.constexpr, v_head,
+         o_row, o_step: tl.constexpr, o_head,
          H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
          BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
          PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
@@ -626,18 +630,19 @@ def walk_turned(q, k, x, v, o, pairs, factors, kept, initial, final, starts, upd
                 tl.store(starts + at * K * V + at1, s1.to(starts.dtype.element_ty), mask=mask1)
             state1 = s1.to(dtype)
             found = tl.dot(state1, tl.trans(x1), found, input_precision=PRECISION)
+        found = (-by_found[None, :] * found).to(dtype)
         update = tl.dot(value, solved, input_precision=PRECISION)
-        update = tl.dot((-by_found[None, :] * found).to(dtype), solved, update, input_precision=PRECISION)
+        update = tl.dot(found, solved, update, input_precision=PRECISION)
         if KEEP:
             tl.store(updates + at * C * V + (steps[None, :] * V + columns[:, None]),
                      update.to(updates.dtype.element_ty), mask=inside[:, None])  # fmt: skip
-        written = (by_write[None, :] * update).to(dtype)
+        written, update = (by_write[None, :] * update).to(dtype), update.to(dtype)
         s0 = tl.dot(written, k0, over * s0, input_precision=PRECISION)
         out = tl.dot(state0, tl.trans(q0), input_precision=PRECISION)
         if BK1 > 0:
             s1 = tl.dot(written, k1, over * s1, input_precision=PRECISION)
             out = tl.dot(state1, tl.trans(q1), out, input_precision=PRECISION)
-        out = tl.dot(update.to(dtype), reads, by_read[None, :] * out, input_precision=PRECISION)
+        out = tl.dot(update, reads, by_read[None, :] * out, input_precision=PRECISION)
         tl.store(o + (steps[:, None] * o_step + columns[None, :]), tl.trans(out.to(o.dtype.element_ty)), mask=live)
         q += C * q_step
         k += C * k_step
