@@ -108,11 +108,13 @@ class Batch:
         together: may be changed at any time.
         piece: may be changed at any time.
         most: rows under way at most, however many the engine has room for; may be changed at any time.
+        failed: rows of the step that the last `advance` could not do; 0 where it raised nothing, or before the step.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any = None, *, together: int = 8192, piece: int | None = None):
         self.engine, self.tokenizer, self.together, self.piece = engine, tokenizer, together, piece
         self.most = engine.max_rows
+        self.failed = 0
         self._filling: tuple[Row, Filling] | None = None
         self._kept: list[Event] = []
         self._waiting: deque[Row] = deque()
@@ -200,6 +202,7 @@ class Batch:
         waiting and are taken in again with the tokens that they have, and the next call goes on.
         """
         events, self._kept = self._kept, []
+        self.failed = 0
         try:
             self._advance(events)
         except BaseException:
@@ -218,6 +221,7 @@ class Batch:
         try:
             self._flight = self._launch()
         except BaseException:
+            self.failed = len(self._active)
             self._read(before, events)
             self._set_back(list(self._active))
             raise

@@ -1,0 +1,200 @@
+"""`lapcli serve`: a model behind the OpenAI HTTP interface."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lapcli.cli import options
+from lapcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from lapcli.families.source import ModelSource
+    from lapcli.serving.server import Running
+    from lapcli.serving.settings import EngineSettings
+
+_HTTP = "Who may come in"
+_ROOM = "Room"
+_LIMITS = "Limits"
+_MACHINE = "This machine"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("serve", help="Serve a model over the OpenAI HTTP interface, with continuous batching.")(run)
+
+
+def run(
+    model: options.Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_HTTP)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one.", rich_help_panel=_HTTP)] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of API keys, one a line, beside that of LAPCLI_API_KEY. Default: everybody may come in.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="By which clients call the model. Default: its own.", rich_help_panel=_HTTP)
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File of a Jinja template of chats, in place of the tokenizer's.")
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and answer. Default: what the model was made for, at most 4096.",
+            rich_help_panel=_ROOM,
+        ),
+    ] = None,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests decoded together. Default: what memory holds, at most 256; on a CPU 16.",
+            rich_help_panel=_ROOM,
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="What weights, states, keys and values may take, with its unit: 20GiB. Default: 0.9 of what is free "
+            "on a GPU.",
+            rich_help_panel=_ROOM,
+        ),
+    ] = None,
+    prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompt tokens between two steps, at most. Default: 2048 on a GPU, 256 on a CPU.",
+            rich_help_panel=_ROOM,
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(help="Prompts that may wait for room; more get 429.", rich_help_panel=_LIMITS)
+    ] = 1024,
+    max_per_client: Annotated[
+        int,
+        typer.Option(
+            help="Prompts of one key, or one address where there are no keys, on their way.", rich_help_panel=_LIMITS
+        ),
+    ] = 256,
+    max_connections: Annotated[int, typer.Option(help="Connections at once.", rich_help_panel=_LIMITS)] = 4096,
+    max_body: Annotated[str, typer.Option(help="Size of a request, with its unit.", rich_help_panel=_LIMITS)] = "4MiB",
+    drain_seconds: Annotated[
+        float, typer.Option(help="For what is under way after SIGTERM.", rich_help_panel=_LIMITS)
+    ] = 30.0,
+    run_path: options.Run = options.DEFAULT_RUN,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernel: Annotated[
+        str,
+        typer.Option(
+            help="auto; reference, triton: the step of the state; chunked, fla: the prompts.", rich_help_panel=_MACHINE
+        ),
+    ] = "auto",
+    state_dtype: Annotated[
+        str, typer.Option(help="Of recurrent states: float32, or bfloat16, half of it.", rich_help_panel=_MACHINE)
+    ] = "float32",
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; then end what is under way, and take no more."""
+    from lapcli.cli import context, display
+    from lapcli.families.packed import longest_sequence
+    from lapcli.machine import Machine
+    from lapcli.runtime.engine import DEFAULT_LENGTH
+    from lapcli.serving.assembling import assemble, read_chat_template, refuse_without_the_extra
+    from lapcli.serving.gate import is_loopback
+    from lapcli.serving.keys import read_keys
+    from lapcli.serving.server import address, bind
+    from lapcli.serving.settings import EngineSettings, Limits
+    from lapcli.stages.planning import memory_bytes
+
+    for option, value in (("length", max_length), ("rows", max_rows)):
+        if value is not None and value < 1:
+            raise UsageError(f"--max-{option} {value}: at least 1")
+    if prefill_tokens is not None and prefill_tokens < 1:
+        raise UsageError(f"--prefill-tokens {prefill_tokens}: at least 1")
+    limits = Limits(
+        body_bytes=memory_bytes(max_body),
+        waiting=max_waiting,
+        per_client=max_per_client,
+        connections=max_connections,
+        drain_seconds=drain_seconds,
+    )
+    keys = read_keys(os.environ, api_key_file)
+    template = read_chat_template(chat_template)
+    source = context.last_model(model, context.run_directory(run_path))
+    machine = Machine(device, dtype, context.prompt_kernel(kernel), trust_remote_code=trust_remote_code)
+    states = context.state_dtype(state_dtype)
+    machine.check(source.config)
+    made_for = longest_sequence(source.config)
+    settings = EngineSettings(
+        model=str(source.path) if source.revision else source.name,
+        device=str(machine.torch_device()),
+        dtype=str(machine.torch_dtype(source.config)).removeprefix("torch."),
+        kernel=kernel,
+        state_dtype=str(states).removeprefix("torch."),
+        max_length=max_length or min(made_for or DEFAULT_LENGTH, DEFAULT_LENGTH),
+        max_rows=max_rows,
+        memory=None if memory is None else memory_bytes(memory),
+        piece=prefill_tokens,
+        trust_remote_code=trust_remote_code,
+    )
+    reporter = display.DisplayReporter(quiet or as_json)
+    if made_for is not None and settings.max_length > made_for:
+        reporter.warn(f"requests of up to {settings.max_length} tokens; {source.name} was made for {made_for}")
+    if not is_loopback(host) and not len(keys):
+        reporter.warn(f"--host {host}: everybody who reaches it may use this model; set LAPCLI_API_KEY")
+    refuse_without_the_extra()
+    with contextlib.closing(bind(host, port)) as taken:
+        if dry_run:
+            would = {"url": address(taken), "keys": len(keys), **_dry(source, settings)}
+            display.would_do(would, as_json)
+            return
+        running = assemble(source, settings, limits, keys, taken, name=name, chat_template=template)
+        _serve(running, source, as_json=as_json, quiet=quiet)
+
+
+def _serve(running: "Running", source: "ModelSource", *, as_json: bool, quiet: bool) -> None:
+    """Serve, and say where once there is an engine."""
+    import asyncio
+
+    from lapcli.cli import display
+    from lapcli.serving.logs import log_libraries
+
+    def started() -> None:
+        if as_json:
+            display.emit({"url": running.url, "model": running.name, "pid": os.getpid()})
+            sys.stdout.flush()
+        display.closing(
+            f"serving {source.name} as {running.name} at {running.url}/v1; Ctrl-C ends what is under way, then the "
+            "server",
+            quiet=quiet or as_json,
+        )
+
+    log_libraries()
+    asyncio.run(running.run(started))
+
+
+def _dry(source: "ModelSource", settings: "EngineSettings") -> dict[str, Any]:
+    from lapcli.families.loading import skeleton
+    from lapcli.runtime.plans import why_no_plan
+
+    why = why_no_plan(skeleton(source))
+    return {
+        "model": source.name,
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "weights_on_disk": sum(shard.stat().st_size for shard in source.shards),
+        "tokens_of_a_request": settings.max_length,
+        "rows_together": settings.max_rows or "what memory holds",
+        "steps": "fused" if why is None else f"the library's forward pass, row by row ({why})",
+        "writes": "nothing",
+    }

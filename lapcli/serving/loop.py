@@ -1,0 +1,180 @@
+"""The engine's loop: one thread that takes requests in, does a step, and says what came of it."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lapcli.errors import LapcliError
+from lapcli.runtime import Batch, Event, GenerationSettings
+from lapcli.serving.logs import log
+from lapcli.serving.protocol import Message
+
+_SIGN_OF_LIFE = 1.0
+"""Seconds between two messages while there is work, at most."""
+_CALM = 64
+"""Steps without running out of memory after which more is tried again."""
+_SMALLEST_PIECE = 64
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: on a GPU, or where a CPU's allocator was refused."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+class EngineLoop:
+    """Decodes what it is told to, until it is told to stop.
+
+    When memory runs out, the step is done again with less: a shorter piece of a prompt, or half of the rows, the others
+    waiting; later more is tried again. Only a request that does not fit alone fails.
+
+    Args:
+        batch: where requests are rows.
+        take: gives the messages that came, the end as `None`; its argument says whether to wait for one.
+        send: takes a message for the front.
+    """
+
+    def __init__(self, batch: Batch, take: Callable[[bool], list[Message | None]], send: Callable[[Message], None]):
+        self.batch, self.take, self.send = batch, take, send
+        self._piece, self._together = batch.piece, batch.together
+        self._requests: dict[int, str] = {}
+        self._rows: dict[str, int] = {}
+        self._calm = 0
+        self._shrunk = 0
+        self._steps = 0
+        self._said = 0.0
+
+    def run(self) -> None:
+        """Go on until `stop`, or the end of messages."""
+        while True:
+            for message in self.take(not self.batch.unfinished):
+                if message is None or message["op"] == "stop":
+                    self.batch.close()
+                    return
+                self._obey(message)
+            if self.batch.unfinished:
+                self._tell(self._step())
+
+    def _obey(self, message: Message) -> None:
+        request = message["id"]
+        if message["op"] == "cancel":
+            row = self._rows.get(request)
+            # Nobody waits for what it says to that.
+            self._forget([] if row is None else self.batch.cancel(row))
+            return
+        wanted = dict(message["settings"])
+        wanted["eos"], wanted["stop"] = frozenset(wanted["eos"]), tuple(wanted["stop"])
+        try:
+            row = self.batch.add(message["prompt"], GenerationSettings(**wanted))
+        except LapcliError as error:
+            self.send({"op": "failed", "id": request, "kind": "invalid", "message": error.message})
+            return
+        self._requests[row], self._rows[request] = request, row
+
+    def _step(self) -> list[Event]:
+        """One step; when it runs out of memory, none, and the next will need less."""
+        try:
+            events = self.batch.advance()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            self._need_less(str(error).partition("\n")[0])
+            return []
+        self._steps += 1
+        self._calm += 1
+        if self._calm >= _CALM:
+            self._try_more()
+        return events
+
+    def _need_less(self, why: str) -> None:
+        """Make the step smaller that ran out of memory, as the allocator says."""
+        batch = self.batch
+        self._calm = 0
+        self._shrunk += 1
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        piece = batch.piece or batch.together
+        if batch.failed:
+            # The rows' own step; they all wait now.
+            alone, batch.most = batch.failed == 1, max(1, batch.failed // 2)
+        elif piece > _SMALLEST_PIECE:
+            alone, batch.piece = False, max(_SMALLEST_PIECE, piece // 2)
+            batch.together = min(batch.together, batch.piece)
+        else:
+            # What is under way goes first.
+            alone, batch.most = batch.active == 0 and batch.most == 1, max(1, batch.active)
+        log(
+            "out of memory",
+            "warning",
+            why=why,
+            rows_of_step=batch.failed,
+            rows_at_most=batch.most,
+            piece=batch.piece,
+            gives_up_one=alone,
+        )
+        row = batch.first_waiting
+        if alone and row is not None:
+            request = self._requests[row]
+            self._forget(batch.cancel(row))
+            self.send({"op": "failed", "id": request, "kind": "memory", "message": f"out of memory: {why}"})
+
+    def _try_more(self) -> None:
+        """After a while without trouble, take back some of what was given up."""
+        batch = self.batch
+        self._calm = 0
+        batch.most = min(batch.engine.max_rows, batch.most * 2)
+        if batch.piece != self._piece and batch.piece is not None:
+            batch.piece *= 2
+            if batch.piece >= (self._piece or self._together):
+                batch.piece, batch.together = self._piece, self._together
+
+    def _tell(self, events: list[Event]) -> None:
+        """Say what came, and now and then that there is life."""
+        now = time.monotonic()
+        if not events and now - self._said < _SIGN_OF_LIFE:
+            return
+        self._said = now
+        told = [_told(self._requests[event.row], event) for event in events if event.row in self._requests]
+        self.send({"op": "step", "events": told, "stats": self.stats()})
+        self._forget(events)
+
+    def _forget(self, events: list[Event]) -> None:
+        for event in events:
+            if event.reason is not None and event.row in self._requests:
+                del self._rows[self._requests.pop(event.row)]
+
+    def stats(self) -> dict[str, Any]:
+        """How it stands: rows, and the memory that the device holds."""
+        device = self.batch.engine.device
+        on_gpu = device.type == "cuda"
+        return {
+            "active": self.batch.active,
+            "waiting": self.batch.waiting,
+            "rows": self.batch.most,
+            "steps": self._steps,
+            "shrunk": self._shrunk,
+            "memory": torch.cuda.memory_reserved(device) if on_gpu else _resident(),
+            "peak_memory": torch.cuda.max_memory_reserved(device) if on_gpu else _peak(),
+        }
+
+
+def _told(request: str, event: Event) -> list[Any]:
+    scores = [[score.token, score.logprob, score.top] for score in event.scores]
+    return [request, list(event.tokens), event.text, event.reason, scores]
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def _peak() -> int:
+    """The most bytes that this process held."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

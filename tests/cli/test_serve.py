@@ -1,0 +1,153 @@
+"""`lapcli serve` as a process: it says where it is, refuses what cannot be, and ends in good order."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lapcli.cli.app import main
+from lapcli.serving.assembling import model_name
+from lapcli.testing.models import tiny_gated_deltanet
+
+
+def lapcli(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["lapcli", *arguments])
+    try:
+        main()
+    except SystemExit as exit:
+        return exit.code or 0
+    return 0
+
+
+def test_what_it_would_do(monkeypatch, capsys, tmp_path):
+    model = tiny_gated_deltanet(tmp_path / "tiny")
+    code = lapcli(
+        monkeypatch,
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--host",
+        "0.0.0.0",
+        "--max-length",
+        "9999",
+        "--dry-run",
+        "--json",
+    )
+    out = capsys.readouterr()
+    found = json.loads(out.out)
+    assert code == 0
+    assert found["url"].startswith("http://0.0.0.0:")
+    assert (found["steps"], found["tokens_of_a_request"], found["keys"]) == ("fused", 9999, 0)
+    assert "everybody who reaches it" in out.err
+    assert "was made for 2048" in out.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--max-rows", "0"], 2, ["--max-rows 0"]),
+        (["--max-length", "-4"], 2, ["--max-length -4"]),
+        (["--prefill-tokens", "0"], 2, ["--prefill-tokens 0"]),
+        (["--max-per-client", "0"], 2, ["--per-client 0"]),
+        (["--memory", "5"], 2, ["--memory 5", "did you mean 5GiB"]),
+        (["--kernel", "quick"], 2, ["'quick'"]),
+        (["--state-dtype", "int8"], 2, ["'int8'"]),
+        (["--api-key-file", "/nowhere"], 2, ["/nowhere", "one key a line"]),
+        (["--chat-template", "/nowhere"], 2, ["/nowhere"]),
+        (["--host", "192.0.2.1"], 2, ["192.0.2.1"]),
+        (["--host", "no.such.host.invalid"], 2, ["no.such.host.invalid"]),
+        (["--port", "70000"], 2, ["--port 70000"]),
+        (["--port", "-1"], 2, ["--port -1"]),
+        (["--device", "cuda:77"], 2, ["cuda:77"]),
+        (["no-such-model/here"], 1, ["no-such-model"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be(monkeypatch, capsys, arguments, code, words):
+    assert lapcli(monkeypatch, "serve", "--port", "0", "--dry-run", *arguments) == code
+    said = " ".join(capsys.readouterr().err.split())
+    assert all(word in said for word in words)
+
+
+def test_a_port_that_is_taken(monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert lapcli(monkeypatch, "serve", "--port", str(port)) == 2
+    said = capsys.readouterr().err
+    assert f"port {port} of 127.0.0.1 is taken" in said
+    assert "pass another --port" in said
+
+
+def test_names(tmp_path):
+    from lapcli.families.source import resolve_model
+
+    assert model_name(resolve_model("demo:gdn")) == "demo:gdn"
+    assert model_name(resolve_model(str(tiny_gated_deltanet(tmp_path / "mine")))) == "mine"
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts a server of its own process; gives it, its port and where it logs."""
+    running = []
+
+    def start(*arguments, environment=None):
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lapcli", "serve", *arguments, "--port", "0", "--json"],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **(environment or {})},
+            )
+        running.append(process)
+        head = ""
+        while not head.rstrip().endswith("}"):
+            line = process.stdout.readline()
+            assert line, (tmp_path / "log").read_text()
+            head += line
+        return process, int(json.loads(head)["url"].rpartition(":")[2]), tmp_path / "log"
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_whole_life(started, tmp_path):
+    """A key from the environment, a request, SIGTERM in the middle of a stream, which ends first, and exit code 0."""
+    model = tiny_gated_deltanet(tmp_path / "tiny")
+    process, port, log = started(str(model), environment={"LAPCLI_API_KEY": "a-key-of-the-test"})
+    headers = {"content-type": "application/json", "authorization": "Bearer a-key-of-the-test"}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    first = response.readline()
+    assert first.startswith(b"data: {")
+    process.send_signal(signal.SIGTERM)
+    rest = response.read()
+    connection.close()
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert process.wait(30) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    events = [line["event"] for line in lines]
+    assert events[:3] == ["engine begins", "engine ready", "serving"]
+    assert events[-1] == "ended"
+    assert [line["tokens"] for line in lines if line["event"] == "request"] == [300]
+    assert "a-key-of-the-test" not in log.read_text()
+    # The engine is no more, either.
+    engine = lines[0]["pid"]
+    until = time.monotonic() + 10
+    while os.path.exists(f"/proc/{engine}"):
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -1,0 +1,27 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from lapcli.testing.models import tiny_gated_deltanet
+from lapcli.testing.serving import local_server
+
+SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tiny_gated_deltanet(tmp_path_factory.mktemp("serving") / "tiny", max_position_embeddings=512)
+
+
+@pytest.fixture
+def scripted(folder, monkeypatch):
+    """Starts servers on the engine without a model; `rows` and `pace` (seconds a token) are its."""
+
+    def start(rows=2, pace=0.005, **arguments):
+        monkeypatch.setattr("lapcli.serving.supervisor._PAUSE", 0.0)
+        monkeypatch.setenv("SCRIPTED_ROWS", str(rows))
+        monkeypatch.setenv("SCRIPTED_PACE", str(pace))
+        return local_server(folder, command=SCRIPTED, **{"max_length": 100, **arguments})
+
+    return start

@@ -1,0 +1,84 @@
+"""An engine without a model, for tests of the front: a token is a number, and prompts say what happens.
+
+The answer to a prompt is its last token, again and again, one each `pace` seconds. Tokens from 200 on are orders
+where a 3 is before them.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+DIE_AT_ONCE, DIE_LATER, HANG, FAIL, NONSENSE, LONG = 200, 201, 202, 203, 204, 205
+ROWS = int(os.environ.get("SCRIPTED_ROWS", "2"))
+PACE = float(os.environ.get("SCRIPTED_PACE", "0.005"))
+
+
+def main():
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    buffer, rows, stats = b"", {}, {"active": 0, "waiting": 0, "rows": ROWS, "steps": 0, "shrunk": 0, "memory": 1}
+
+    def say(message):
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+    while True:
+        if select.select([connection], [], [], PACE if rows else None)[0]:
+            data = connection.recv(1 << 20)
+            if not data:
+                return
+            buffer += data
+            *lines, buffer = buffer.split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                if message["op"] == "start":
+                    if message["settings"]["max_length"] == 666:
+                        say({"op": "fatal", "message": "no such model", "hint": "name another"})
+                        return
+                    facts = {
+                        "max_length": 100,
+                        "rows": ROWS,
+                        "vocabulary": 259,
+                        "path": "scripted",
+                        "bytes": {"all": 1},
+                    }
+                    say({"op": "ready", **facts, "stats": stats})
+                elif message["op"] == "stop":
+                    return
+                elif message["op"] == "cancel":
+                    rows.pop(message["id"], None)
+                else:
+                    first, *_, last = [0, *message["prompt"]][-2:]
+                    token = last if first == 3 else min(last, 199)
+                    rows[message["id"]] = [token, 0, message["settings"]["max_new_tokens"]]
+        events = []
+        for name, row in list(rows.items())[:ROWS]:
+            token, count, most = row
+            if token == DIE_AT_ONCE or (token == DIE_LATER and count == 3):
+                if events:
+                    say({"op": "step", "events": events, "stats": stats})
+                os.kill(os.getpid(), signal.SIGKILL)
+            if token == HANG:
+                time.sleep(3600)
+            if token == NONSENSE:
+                connection.sendall(b"{]\n")
+            if token == FAIL:
+                say({"op": "failed", "id": name, "kind": "memory", "message": "out of memory: of the test"})
+                del rows[name]
+                continue
+            row[1] += 1
+            done = row[1] == most
+            shown = "long " * 100_000 if token == LONG else f"{token} "
+            events.append([name, [token], shown, "length" if done else None, []])
+            if done:
+                del rows[name]
+        stats["steps"] += 1
+        stats["active"] = len(rows)
+        if events:
+            say({"op": "step", "events": events, "stats": stats})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""The parts of a server by themselves: the queue, the engine's loop when memory runs out, keys, metrics, limits."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lapcli.errors import ModelError, UsageError
+from lapcli.families.loading import load_model, resolve_model
+from lapcli.runtime import Batch, Engine, GenerationSettings
+from lapcli.serving.dispatch import FairQueue, Job
+from lapcli.serving.keys import ApiKeys, read_keys
+from lapcli.serving.loop import EngineLoop
+from lapcli.serving.metrics import Registry
+from lapcli.serving.settings import EngineSettings, Limits
+from lapcli.serving.texts import Texts
+from lapcli.serving.worker import prepare, rows_that_fit
+from lapcli.testing.decoding import prompts_of
+from lapcli.testing.models import byte_tokenizer
+
+
+def job(client, prompt=1, tokens=1, number=0):
+    return Job(f"{client}-{number}", client, [0] * prompt, {"max_new_tokens": tokens})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.sampled_from(["put", "put", "take", "remove"])),
+        max_size=80,
+    )
+)
+def test_the_queue_serves_clients_in_proportion(actions):
+    """Of two clients that wait all the time, neither gets ahead of the other by more than the largest jobs."""
+    queue, waiting, served = FairQueue(), [], dict.fromkeys("abc", 0)
+    for number, (client, size, action) in enumerate(actions):
+        if action == "put" or not waiting:
+            made = job(client, size, size, number)
+            queue.put(made)
+            waiting.append(made)
+        elif action == "remove":
+            queue.remove(waiting.pop(size % len(waiting)))
+        else:
+            waiting.remove(queue.take())
+        assert len(queue) == len(waiting)
+        assert queue.tokens == sum(len(each.prompt) for each in waiting)
+    # From here on all of them have work, and only the queue decides.
+    for number in range(60):
+        for client in "abc":
+            made = job(client, 25, 25, 1000 + number)
+            queue.put(made)
+            waiting.append(made)
+    begun = {
+        client: sum(each.cost for each in waiting if each.client == client and "-1" not in each.name)
+        for client in "abc"
+    }
+    while len({each.client for each in waiting}) == 3:
+        taken = queue.take()
+        waiting.remove(taken)
+        served[taken.client] += taken.cost
+        for one in "abc":
+            for other in "abc":
+                assert served[one] - served[other] <= 200 + sum(begun.values())
+
+
+def test_turns_of_the_queue():
+    queue = FairQueue()
+    for number in range(3):
+        queue.put(job("many", number=number))
+    queue.put(job("few"))
+    back = job("gone")
+    queue.put_back(back)
+    names = [queue.take().name for _ in range(5)]
+    assert names == ["gone-0", "many-0", "few-0", "many-1", "many-2"]
+    # Nobody is behind for ever, and nobody is remembered.
+    queue.put(job("many"))
+    assert queue.take().name == "many-0"
+    assert not queue._ends
+
+
+def test_a_queue_forgets_clients_and_jobs():
+    queue = FairQueue()
+    queue.put(job("first"))
+    for number in range(5000):
+        passing = job(f"client-{number}")
+        queue.put(passing)
+        queue.remove(passing)
+    assert len(queue) == 1
+    assert max(len(queue._heap), len(queue._ends), len(queue._counts)) < 300
+
+
+class Front:
+    """Stands for the front: says what it was told to, and keeps what comes."""
+
+    def __init__(self, *messages):
+        self.messages, self.texts, self.failed = list(messages), {}, {}
+
+    def take(self, wait):
+        if wait and not self.messages:
+            return [{"op": "stop"}]
+        found, self.messages = self.messages, []
+        return found
+
+    def send(self, message):
+        json.dumps(message)
+        if message["op"] == "failed":
+            self.failed[message["id"]] = message["kind"]
+        else:
+            for name, tokens, _, reason, _ in message["events"]:
+                self.texts.setdefault(name, []).extend(tokens)
+                if reason is not None:
+                    self.texts[name].append(reason)
+
+
+def add(name, prompt, count, **fields):
+    wanted = asdict(GenerationSettings(max_new_tokens=count, **fields))
+    return {"op": "add", "id": name, "prompt": prompt, "settings": {**wanted, "eos": [], "stop": []}}
+
+
+@pytest.fixture
+def batch(folder):
+    return Batch(Engine(load_model(resolve_model(str(folder))), max_rows=4), together=128, piece=128)
+
+
+@pytest.fixture
+def expected(folder):
+    """What each request gets where nothing goes wrong."""
+    alone = Engine(load_model(resolve_model(str(folder))))
+    return lambda prompt, count: [
+        *(t for event in alone.generate([prompt], GenerationSettings(max_new_tokens=count)) for t in event.tokens),
+        "length",
+    ]
+
+
+class ScarceMemory:
+    """Lets forward passes and steps fail that take more than so much at once."""
+
+    def __init__(self, monkeypatch, engine, *, tokens=10**9, rows=10**9):
+        self.tokens, self.rows, self.refused = tokens, rows, 0
+        forward, step = engine.plan.prefiller.forward, engine.steps.forward
+        monkeypatch.setattr(
+            engine.plan.prefiller, "forward", lambda *a: self.if_small(forward, a[0].numel(), self.tokens, a)
+        )
+        monkeypatch.setattr(engine.steps, "forward", lambda *a: self.if_small(step, len(a[0]), self.rows, a))
+
+    def if_small(self, work, size, most, arguments):
+        if size > most:
+            self.refused += 1
+            raise torch.OutOfMemoryError(f"tried to allocate for {size}")
+        return work(*arguments)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(10**9, 1), (64, 10**9), (70, 2)], ids=["steps", "prompts", "both"])
+def test_a_step_without_memory_is_done_smaller(batch, expected, monkeypatch, capfd, tokens, rows):
+    scarce = ScarceMemory(monkeypatch, batch.engine, tokens=tokens, rows=rows)
+    prompts = prompts_of(100, 40, 3, 90, 60, 7)
+    front = Front(*(add(str(n), prompt, 6 + n) for n, prompt in enumerate(prompts)))
+    EngineLoop(batch, front.take, front.send).run()
+    assert scarce.refused
+    assert front.texts == {str(n): expected(prompt, 6 + n) for n, prompt in enumerate(prompts)}
+    assert not front.failed
+    said = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert {line["event"] for line in said} == {"out of memory"}
+    assert batch.engine.slots.free == 4
+
+
+def test_only_a_request_that_does_not_fit_alone_fails(batch, expected, monkeypatch):
+    """At 64 tokens a piece there is an end: a prompt whose pieces do not fit is given up, and the others go on."""
+    forward = batch.engine.plan.prefiller.forward
+
+    def refuses_the_long(tokens, cache, seen):
+        if seen + tokens.shape[1] > 64:
+            raise torch.OutOfMemoryError("too long")
+        return forward(tokens, cache, seen)
+
+    monkeypatch.setattr(batch.engine.plan.prefiller, "forward", refuses_the_long)
+    short, long, other = prompts_of(5, 100, 9)
+    front = Front(add("short", short, 12), add("long", long, 5), add("other", other, 4))
+    EngineLoop(batch, front.take, front.send).run()
+    assert front.failed == {"long": "memory"}
+    assert front.texts == {"short": expected(short, 12), "other": expected(other, 4)}
+
+
+def test_more_is_tried_again_later(batch, expected, monkeypatch):
+    scarce = ScarceMemory(monkeypatch, batch.engine, rows=1)
+    prompts = prompts_of(4, 5, 6)
+    front = Front(*(add(str(n), prompt, 90) for n, prompt in enumerate(prompts)))
+    loop = EngineLoop(batch, front.take, front.send)
+    send = front.send
+
+    def relieved(message):
+        send(message)
+        if len(front.texts.get("0", ())) > 20:
+            scarce.rows = 10**9
+
+    loop.send = relieved
+    loop.run()
+    assert front.texts == {str(n): expected(prompt, 90) for n, prompt in enumerate(prompts)}
+    assert batch.most == 4
+    assert loop.stats()["shrunk"] == scarce.refused > 0
+
+
+def test_a_defect_is_no_want_of_memory(batch, monkeypatch):
+    monkeypatch.setattr(batch.engine.steps, "forward", lambda *_: 1 / 0)
+    front = Front(add("0", [5], 3))
+    with pytest.raises(ZeroDivisionError):
+        EngineLoop(batch, front.take, front.send).run()
+
+
+def test_the_loop_refuses_and_cancels(batch, expected):
+    (prompt,) = prompts_of(6)
+    front = Front(
+        add("bad", [9999], 3),
+        add("good", prompt, 3),
+        add("gone", prompt, 3),
+        {"op": "cancel", "id": "gone"},
+        {"op": "cancel", "id": "never was"},
+    )
+    EngineLoop(batch, front.take, front.send).run()
+    assert (front.failed, front.texts) == ({"bad": "invalid"}, {"good": expected(prompt, 3)})
+
+
+def test_rows_by_memory():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    made = EngineSettings("x", "cpu", "float32")
+    assert rows_that_fit(made, cpu, 10**9, 10**6) == 16
+    limited = replace(made, memory=2 * 10**9)
+    # A tenth of what the weights leave is for activations.
+    assert rows_that_fit(limited, gpu, 10**9, 10**7) == 90
+    assert rows_that_fit(limited, gpu, 10**9, 1) == 256
+    assert rows_that_fit(replace(limited, max_rows=90), gpu, 10**9, 10**7) == 90
+    for broken in (replace(limited, max_rows=91), replace(limited, memory=10**9)):
+        with pytest.raises(ModelError, match="bytes hold"):
+            rows_that_fit(broken, gpu, 10**9, 10**7)
+
+
+def test_an_engine_is_made_for_the_memory_there_is(folder):
+    made = EngineSettings(str(folder), "cpu", "float32", max_length=64, piece=32)
+    _, facts = prepare(replace(made, max_rows=2))
+    # States of two layers and two heads, and the last three inputs of their convolutions, and one more place.
+    assert facts["row_bytes"] == 4 * (2 * 2 * 32 * 32 + 2 * 4 * 3 * 64)
+    memory = facts["bytes"]["weights"] + 10 * facts["row_bytes"]
+    batch, facts = prepare(replace(made, memory=memory))
+    assert (batch.engine.max_rows, facts["rows"], batch.piece) == (9, 9, 32)
+    with pytest.raises(ModelError, match="0 requests of"):
+        prepare(replace(made, memory=memory // 2))
+
+
+def test_keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# of the house\nthe-first-key\n\n  the-second-key  \n")
+    keys = read_keys({"LAPCLI_API_KEY": "the-one-of-the-environment"}, file)
+    assert [
+        keys.client(f"{scheme} {key}")
+        for scheme, key in (
+            ("Bearer", "the-one-of-the-environment"),
+            ("bearer", "the-second-key"),
+            ("Basic", "the-first-key"),
+            ("Bearer", "the-first-ke"),
+            ("Bearer", ""),
+            ("", "the-first-key"),
+            ("Bearer", "schlüssel"),
+        )
+    ] == ["key-1", "key-3", None, None, None, None, None]
+    assert keys.client(None) is None
+    assert len(read_keys({}, None)) == 0
+    assert "key" not in str(vars(keys)["_digests"])
+    for content, word in (("", "no key"), ("short\n", "8 characters"), ("two words here\n", "without spaces")):
+        file.write_text(content)
+        with pytest.raises(UsageError, match=word):
+            read_keys({}, file)
+    with pytest.raises(UsageError, match="No such file"):
+        read_keys({}, tmp_path / "none")
+    with pytest.raises(UsageError, match="API key 1 of 1"):
+        ApiKeys(["with\nnewline-in-it"])
+
+
+def test_metrics_are_written_as_prometheus_reads_them():
+    registry = Registry()
+    counter = registry.counter("c_total", "Things.")
+    counter.add(path='a"b\\c\nd')
+    counter.add(2, path="x")
+    registry.gauge("g", "A gauge.", lambda: 1.5)
+    registry.gauge("h", "By kind.", lambda: {"one": 1, "two": 2}, "kind")
+    histogram = registry.histogram("s", "Seconds.")
+    for value in (0.001, 0.002, 100.0):
+        histogram.observe(value)
+    lines = registry.text().splitlines()
+    assert 'c_total{path="a\\"b\\\\c\\nd"} 1' in lines
+    assert lines[lines.index("# TYPE g gauge") + 1] == "g 1.5"
+    assert 'h{kind="two"} 2' in lines
+    assert [line for line in lines if "s_bucket" in line][:2] == ['s_bucket{le="0.001"} 1', 's_bucket{le="0.0025"} 2']
+    assert lines[-3:] == ['s_bucket{le="+Inf"} 3', "s_sum 100.003", "s_count 3"]
+
+
+def test_tokens_within_characters_have_names_of_their_own():
+    texts = Texts(byte_tokenizer())
+    tokens = byte_tokenizer()("a€", add_special_tokens=False)["input_ids"]
+    assert [texts.token(token) for token in tokens] == [
+        ("a", b"a"),
+        ("bytes:\\xe2", b"\xe2"),
+        ("bytes:\\x82", b"\x82"),
+        ("bytes:\\xac", b"\xac"),
+    ]
+    assert texts.token(2) == ("</s>", b"</s>")
+    texts.close()
+
+
+def test_limits_that_serve_nobody():
+    with pytest.raises(UsageError, match="per-client 0"):
+        Limits(per_client=0)
+    assert Limits(waiting=0, drain_seconds=0).waiting == 0
