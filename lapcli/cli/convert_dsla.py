@@ -173,4 +173,8 @@ def _show(found: dict[str, Any]) -> None:
         rows,
     )
     if found["rank_correlations"]:
-        display.facts("rank correlations of the layers' measures", found["rank_correlations"])
+        said = {
+            name: "undefined: one of them is the same for all layers" if value is None else f"{value:.3f}"
+            for name, value in found["rank_correlations"].items()
+        }
+        display.facts("rank correlations of the layers' measures", said)

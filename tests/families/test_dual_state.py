@@ -132,6 +132,21 @@ def test_gates_begin_where_the_paper_says():
     assert not model.model.layers[0].self_attn.forget_proj.bias.any()
 
 
+def test_a_wider_state_begins_as_the_teacher_s_width():
+    narrow, wide = tiny_teacher("llama", dtype=F64), tiny_teacher("llama", dtype=F64)
+    convert_layers(narrow, DualStateSettings(layers=(1,), states=1))
+    convert_layers(wide, DualStateSettings(layers=(1,), states=1, width=2))
+    layers = [model.model.layers[1].self_attn for model in (narrow, wide)]
+    assert layers[1].forget_proj.weight.shape[0] == 2 * layers[0].forget_proj.weight.shape[0]
+    with torch.no_grad():
+        for layer in layers:
+            layer.forget_proj.weight.zero_()
+    assert relative_error(run(wide), run(narrow)) < EXACT
+    run_with_gradient = wide(input_ids=IDS, use_cache=False).logits.square().sum()
+    run_with_gradient.backward()
+    assert layers[1].wide_k_proj.weight.grad.abs().max() > 0
+
+
 def test_the_floor_of_the_gates():
     assert log_decays(torch.tensor([-1e6, 0.0, 1e6])).tolist() == pytest.approx([-50.0, -math.log(2) / 16, 0.0])
 

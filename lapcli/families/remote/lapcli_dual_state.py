@@ -247,8 +247,10 @@ class DualStateAttention(nn.Module):
             bias[state].fill_(HISTORY_BIAS * slowness if graded else 0.0)
         self.mixture.zero_()
         if self.settings.width > 1:
-            for projection in (self.wide_q_proj, self.wide_k_proj):
-                projection.weight.copy_(_normal(projection.weight, projection.in_features**-0.5, generator))
+            # The channels beyond the teacher's begin without a say: their keys are zero, and learn first.
+            query = self.wide_q_proj
+            query.weight.copy_(_normal(query.weight, query.in_features**-0.5, generator))
+            self.wide_k_proj.weight.zero_()
 
     @property
     def key_heads(self) -> int:
