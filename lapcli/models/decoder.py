@@ -184,7 +184,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Padding | None = None,
         inputs_embeds: Tensor | None = None,
         past_key_values: RecurrentCache | None = None,
         cache: RecurrentCache | None = None,
@@ -262,7 +262,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Padding | None = None,
         inputs_embeds: Tensor | None = None,
         past_key_values: RecurrentCache | None = None,
         cache: RecurrentCache | None = None,
@@ -281,7 +281,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         Args:
             input_ids: `[B, T]`, or `inputs_embeds` `[B, T, D]`.
             attention_mask: `[B, T or more]`, 1 for a token; its last T columns count. Padding may lie anywhere and
-                changes nothing, to the bit.
+                changes nothing, to the bit. Or what was read of a mask before.
             inputs_embeds: instead of `input_ids`.
             past_key_values: the cache, under its name before transformers 5.24.
             cache: the states to go on from; they are read, and written when `use_cache`.
@@ -338,7 +338,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
 
 
 def read_layout(
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Padding | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     cache: RecurrentCache | None,

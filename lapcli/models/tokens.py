@@ -38,8 +38,8 @@ class Padding:
         return x.take_along_dim(self.place.reshape(*self.place.shape, *(1,) * (x.ndim - 2)), dim=1)
 
     @classmethod
-    def of(cls, attention_mask: Tensor | None, time: int) -> "Padding | None":
-        """Read a mask `[B, T or more]`, of which the last `time` columns are for the tokens at hand.
+    def of(cls, attention_mask: "Tensor | Padding | None", time: int) -> "Padding | None":
+        """Read a mask `[B, T or more]`, of which the last `time` columns are for the tokens at hand; or take one read.
 
         Returns:
             `None` when every position is a token.
@@ -47,8 +47,8 @@ class Padding:
         Raises:
             ModelError: the mask has other axes, or fewer columns than tokens.
         """
-        if attention_mask is None:
-            return None
+        if attention_mask is None or isinstance(attention_mask, Padding):
+            return attention_mask
         if attention_mask.ndim != 2 or attention_mask.shape[1] < time:
             raise ModelError(
                 f"attention_mask has shape {list(attention_mask.shape)}; it should be [rows, {time} or more], "
@@ -59,6 +59,24 @@ class Padding:
             return None
         order = torch.argsort(is_token, dim=1, descending=True, stable=True)
         return cls(is_token, order, torch.argsort(order, dim=1), is_token.sum(dim=1))
+
+
+class PaddedEnd(Padding):
+    """Rows whose tokens all come first, so that none has to be moved."""
+
+    @classmethod
+    def behind(cls, count: Tensor, time: int) -> "PaddedEnd":
+        """Rows of `count` `[B]` tokens and padding up to `time`. Nothing here waits for a device."""
+        places = torch.arange(time, device=count.device).expand(len(count), -1)
+        return cls(places < count.unsqueeze(1), places, places, count)
+
+    def tokens_first(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+    def back_in_place(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
 
 
 @dataclass

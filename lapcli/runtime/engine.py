@@ -9,8 +9,10 @@ from torch import Tensor
 
 from lapcli.errors import ModelError, UsageError
 from lapcli.runtime.eager import EagerPlan
+from lapcli.runtime.pieces import Pieces
 from lapcli.runtime.plans import Plan, Room, make_plan, why_no_plan
 from lapcli.runtime.pools import Slots
+from lapcli.runtime.prefill import OwnPrefiller
 from lapcli.runtime.sampling import Mode, mode_of
 from lapcli.runtime.settings import DecodePath, Event, GenerationSettings
 from lapcli.runtime.steps import Steps
@@ -115,6 +117,8 @@ class Engine:
         if isinstance(self.plan, Plan):
             compiled = select_thin(self.device, self.dtype).name == "triton"
             self.plan.thin = (THIN_ROWS if compiled else 0) if thin is None else thin
+        if graphs and isinstance(prefiller := self.plan.prefiller, OwnPrefiller):
+            prefiller.pieces = Pieces(model, capture=True)
         self._path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)
         self.slots = Slots(max_rows)
         self.steps = Steps(self.plan, max_rows, max_rows, self.device, capture=graphs)
@@ -123,10 +127,11 @@ class Engine:
     @property
     def path(self) -> DecodePath:
         """What runs a step."""
-        if self.steps.failure is None:
-            return self._path
-        why = f"{self._path.reason}; a step could not be captured: {self.steps.failure}"
-        return self._path._replace(graph=False, reason=why)
+        pieces = getattr(self.plan.prefiller, "pieces", None)
+        failures = {"a step": self.steps.failure, "a prompt": None if pieces is None else pieces.failure}
+        said = "".join(f"; {what} could not be captured: {why}" for what, why in failures.items() if why)
+        graph = self._path.graph and self.steps.failure is None
+        return self._path._replace(graph=graph, reason=self._path.reason + said)
 
     @classmethod
     def load(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lapcli.models.cache import LayerState, RecurrentCache
+from lapcli.runtime.pieces import Pieces
 from lapcli.runtime.pools import AttentionPool, RecurrentPool
 
 
@@ -37,10 +38,14 @@ class OwnPrefiller:
     Args:
         model: one of them.
         recurrent: the pool of each layer.
+
+    Attributes:
+        pieces: what runs prompts of one row by captured passes; `None` for the model's own pass over all of them.
     """
 
     def __init__(self, model: Any, recurrent: Mapping[int, RecurrentPool]):
         self.model, self.recurrent = model, recurrent
+        self.pieces: Pieces | None = None
 
     def cache(self) -> RecurrentCache:
         """A cache that has seen nothing."""
@@ -48,6 +53,8 @@ class OwnPrefiller:
 
     def forward(self, tokens: Tensor, cache: RecurrentCache, seen: int) -> Tensor:
         """Run tokens on from a cache."""
+        if self.pieces is not None and len(tokens) == 1:
+            return self.pieces.run(tokens, cache)
         return self.model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def store(self, cache: RecurrentCache, row: int, slot: int, position: int) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lapcli.runtime.layers import Rows
+from lapcli.runtime.pieces import captured
 from lapcli.runtime.sampling import Choices, Mode, choose
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -110,20 +111,7 @@ class Steps:
         return self._graphs.get(key)
 
     def _captured(self, rows: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a step, run before for no row at all, so that kernels are compiled and workspaces are there."""
+        """Capture a step, run before for no row at all."""
         self.slots.fill_(-1)
         self.positions.zero_()
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            for _ in range(2):
-                self._step(rows, mode)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(self.device),
-            torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
-        ):
-            logits = self._step(rows, mode)
-        return graph, logits
+        return captured(lambda: self._step(rows, mode), self.device, self._memory)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from lapcli.families.loading import load_model, resolve_model
+from lapcli.models.cache import RecurrentCache
 from lapcli.runtime import Batch, Engine, GenerationSettings
+from lapcli.runtime.pieces import Pieces
 from lapcli.testing.decoding import cached_logits, distance, full_logits, prompts_of
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.stock_models import tiny_stock_model
@@ -135,6 +137,23 @@ def test_a_graph_is_its_steps(folders, name, dtype, thin):
             assert torch.equal(tensor[:4], other[:4])
     assert captured.path.graph, str(captured.path)
     assert not eager.path.graph
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("name", OWN)
+def test_a_captured_prompt_is_its_passes(folders, name, dtype):
+    """To the bit, in pieces that are full and that are not, on from nothing and from a row that is there."""
+    source = folders(name)
+    captured, eager = (Pieces(loaded(source, dtype), capture=capture, lengths=(64, 256)) for capture in (True, False))
+    for first, second in ((1, 64), (65, 700), (300, 5), (256, 256)):
+        found = []
+        for runner in (captured, eager):
+            cache = RecurrentCache()
+            logits = [runner.run(torch.tensor([row], device="cuda"), cache) for row in prompts_of(first, second)]
+            found.append([*logits, *(tensor for state in cache.layers for tensor in state.tensors())])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert captured.failure is None
+    assert len(captured._graphs) == 4
 
 
 @pytest.mark.parametrize("name", EXPERTS)

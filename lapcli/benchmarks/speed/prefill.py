@@ -13,6 +13,8 @@ from lapcli.benchmarks.speed.library import why_no_fla
 from lapcli.benchmarks.speed.models import CHUNK, STEPS, Model
 from lapcli.benchmarks.speed.results import Cell, Results, Row
 from lapcli.families.taps import CACHES
+from lapcli.models.cache import RecurrentCache
+from lapcli.runtime.pieces import Pieces
 from lapcli.runtime.prefill import cache_argument
 from lapkernels.timing import measure
 
@@ -56,12 +58,17 @@ def prefill_of(way: str, model: Model) -> Callable[[Tensor], Tensor]:
     kernel = _KERNELS.get(way, "auto")
     ours: Any = model.fla if way == "fla" else model.ours
     argument = cache_argument(ours.forward)
+    own = way != "fla" and model.is_own
+    # As the engine runs a prompt of one row.
+    pieces = Pieces(ours, capture=True) if own and model.device.type == "cuda" else None
 
     @torch.no_grad()
     def run(prompts: Tensor) -> Tensor:
-        if way != "fla" and model.is_own:
+        if own:
             # Other ways of the same model choose for themselves in between.
             model.ours.set_kernel(kernel)
+        if pieces is not None and len(prompts) == 1:
+            return pieces.run(prompts, RecurrentCache())
         found = ours(input_ids=prompts, use_cache=True, logits_to_keep=1, **{argument: None})
         assert any(found.get(name) is not None for name in CACHES), "the model kept no state"
         return found.logits[:, -1]
@@ -90,7 +97,7 @@ def prefill_benchmark(
     """
     settings = settings or DecodeSettings()
     said: set[str] = set()
-    judged: dict[tuple[str, float, str], tuple[float, str]] = {}
+    judged: dict[tuple[str, float, str, bool], tuple[float, str]] = {}
     for batch, tokens in shapes:
         for subject in subjects:
             for way in ways:
@@ -120,12 +127,12 @@ def _row(
     model: Model,
     results: Results,
     settings: DecodeSettings,
-    judged: dict[tuple[str, float, str], tuple[float, str]],
+    judged: dict[tuple[str, float, str, bool], tuple[float, str]],
 ) -> Row:
     run = prefill_of(cell.way, model)
-    key = (cell.model, cell.ratio, cell.way)
+    key = (cell.model, cell.ratio, cell.way, cell.batch == 1)
     if key not in judged:
-        judged[key] = _judge(run, model)
+        judged[key] = _judge(run, model, alone=cell.batch == 1)
     share, text = judged[key]
     if share > 1:
         return Row(cell, "wrong", text, error_share=share)
@@ -147,10 +154,19 @@ def _row(
     )
 
 
-def _judge(run: Callable[[Tensor], Tensor], model: Model) -> tuple[float, str]:
-    """The last logits of prefixes: of two chunks and a rest, and one token less, so that a state that is off shows."""
+def _judge(run: Callable[[Tensor], Tensor], model: Model, *, alone: bool) -> tuple[float, str]:
+    """The last logits of prefixes: of two chunks and a rest, and one token less, so that a state that is off shows.
+
+    Args:
+        run: see `prefill_of`.
+        model: whose.
+        alone: whether rows go through one by one, which may be another way.
+    """
     truth = model.truth(GATE_TOKENS)
-    found = [run(truth.tokens[:, : GATE_TOKENS + number]) for number in range(STEPS + 1)]
+    found = []
+    for number in range(STEPS + 1):
+        rows = truth.tokens[:, : GATE_TOKENS + number]
+        found.append(torch.cat([run(row) for row in rows.split(1)]) if alone else run(rows))
     # Kernels that work in chunks round as many summands as those are long.
     verdict = compare(torch.stack(found, 1), truth.exact, truth.plain, model.dtype, terms=CHUNK)
     return verdict.share, verdict.text
