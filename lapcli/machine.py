@@ -189,7 +189,9 @@ class Machine:
             ModelError: `require_fast` is set and the PyTorch path runs.
         """
         if not hasattr(model, "kernel_choice"):
-            self._announce_library(model, reporter, _placement(model, device))
+            place = device or model.device
+            if not self._announce_dual_states(model, reporter, place, needs_gradient=needs_gradient):
+                self._announce_library(model, reporter, _placement(model, device))
             return
         name, reason = model.kernel_choice(2, training=needs_gradient, device=device)
         if needs_gradient and self.kernel == name:
@@ -209,6 +211,23 @@ class Machine:
                 raise ModelError(f"--kernel {name} cannot compute gradients here: {wrong}", "use --kernel auto")
         self._require_fast(name, reason)
         reporter.notice(f"kernel: {name} ({reason}), {_placement(model, device)}")
+
+    def _announce_dual_states(
+        self, model: Any, reporter: Reporter, device: torch.device, *, needs_gradient: bool
+    ) -> bool:
+        """The same of a transformer some of whose layers hold states; whether it is one."""
+        from lapcli.families.remote.lapcli_dual_state import DualStateAttention
+        from lapkernels.dual_state import select_impl
+
+        found = [each for each in model.modules() if isinstance(each, DualStateAttention)]
+        holding = sum(each.settings.window is None for each in found)
+        if not holding:
+            return False
+        name, reason = select_impl(device, model.dtype, time=2, needs_gradient=needs_gradient)
+        self._require_fast(name, reason)
+        layers = f"{holding} of {model.config.num_hidden_layers} layers"
+        reporter.notice(f"kernel: {name} ({reason}) in {layers}, {_placement(model, device)}")
+        return True
 
     def _announce_library(self, model: Any, reporter: Reporter, where: str) -> None:
         from lapcli.families.library_kernels import kernels_of

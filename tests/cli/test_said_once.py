@@ -1,13 +1,24 @@
 """What a command says at the terminal once: which kernels run, and what became of an MTP head."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lapcli.testing.dual_state import converted_source, tiny_source
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.testing.stock_models import tiny_stock_model
 
 LIBRARY = "kernels: transformers' PyTorch functions"
+
+
+def _tiny(model: str, folder: Path) -> Path:
+    if model == "own":
+        return tiny_gated_deltanet(folder / "m")
+    if model == "dsla":
+        return converted_source(tiny_source("llama", folder / "teacher"), folder / "m")[0].path
+    return tiny_stock_model(model, folder / "m")
 
 
 @pytest.mark.parametrize(
@@ -16,12 +27,13 @@ LIBRARY = "kernels: transformers' PyTorch functions"
         ("own", "kernel: chunked"),
         ("qwen3_next", "kernels: transformers' PyTorch functions"),
         ("mamba2", "kernels: transformers' PyTorch functions"),
+        ("dsla", "kernel: chunked (matrix products over chunks in PyTorch"),
     ],
 )
 @pytest.mark.parametrize("command", ["prune", "calibrate"])
 def test_one_visible_line_says_which_path_runs(lapcli, text, tmp_path, command, model, said):
     """Own and stock models; and with --require-fast exit 1 and nothing written."""
-    folder = tiny_gated_deltanet(tmp_path / "m") if model == "own" else tiny_stock_model(model, tmp_path / "m")
+    folder = _tiny(model, tmp_path)
     job = [command, folder, "--data", text, "--samples", "8", "--seq-len", "64", "--device", "cpu"]
     before = {file for file in tmp_path.rglob("*") if file.is_file()}
     code, out, err = lapcli(*job, "--require-fast")
