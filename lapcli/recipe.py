@@ -125,12 +125,33 @@ class RecoverySettings(Optimisation):
     targets: list[str] | None = Field(default=None, description="modules that get LoRA instead of those of q, k, v")
     full: bool = Field(default=False, description="train the mixers whole, without LoRA")
     control: bool = Field(default=False, description="train the unpruned model instead, by the same budget")
+    add_query_feedback: bool = Field(
+        default=False, description="make the Gated DeltaNet a Q-Delta first, and train its feedback in full"
+    )
+    lambda_init: float | None = Field(
+        default=None, gt=0, lt=1, description="what that feedback begins at; by default 0, with a gain that is trained"
+    )
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         if (self.samples is None) == (self.steps is None):
             raise ValueError("give either samples or steps")
         return self
+
+    @model_validator(mode="after")
+    def _feedback_that_begins(self) -> Self:
+        if self.lambda_init is not None and not self.add_query_feedback:
+            raise ValueError("lambda_init is about add_query_feedback, which is not there: give both or neither")
+        return self
+
+    def document(self) -> dict[str, Any]:
+        """The settings as they are stored and hashed: query feedback where it is added, not where there is none."""
+        found = super().document()
+        # What was recovered before there was such a setting is still what these settings ask for.
+        for name in ("add_query_feedback", "lambda_init"):
+            if not found[name]:
+                del found[name]
+        return found
 
     def adapters(self) -> dict[str, Any]:
         """What is trained, as `lapcli.training.adapters.plan_adapters` takes it."""

@@ -1,6 +1,5 @@
 """`lapcli recover`: heal a pruned model by LoRA and distillation."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +13,8 @@ from lapcli.pipeline import stage
 if TYPE_CHECKING:
     from lapcli.artifacts import RunDirectory
     from lapcli.families.source import ModelSource
-    from lapcli.parallel import Processes
     from lapcli.recipe import RecoverySettings
-    from lapcli.reporting import Reporter
-    from lapcli.stages.conversion import ConversionPlan
+    from lapcli.stages.query_feedback import FeedbackPlan
     from lapcli.stages.recovery import RecoveryPlan
 
 _METHOD = "What the numbers depend on"
@@ -128,6 +125,7 @@ def run(
     """Leave a merged model in `RUN/recovered`, and adapter, curve and checkpoints in `RUN/recovery`."""
     from lapcli.cli import context, display
     from lapcli.errors import CheckFailed, UsageError
+    from lapcli.families.source import resolve_model
 
     if sharding not in ("none", "fsdp"):
         raise UsageError(f"--sharding {sharding!r} is none of none, fsdp")
@@ -136,6 +134,7 @@ def run(
         "lr_min": lr_min, "warmup": warmup, "weight_decay": weight_decay, "kl_weight": kl_weight,
         "temperature": temperature, "rank": lora_rank, "alpha": lora_alpha, "targets": lora_target or None,
         "full": full or None, "control": control or None, "validation": validation, "seed": seed,
+        "add_query_feedback": add_query_feedback or None, "lambda_init": lambda_init,
     }  # fmt: skip
     if tracker:
         from lapcli.training.trackers import check_trackers
@@ -143,10 +142,12 @@ def run(
         check_trackers(tracker)
     directory = context.run_directory(run_path)
     settings, student, guide = _request(directory, model, teacher, recipe, given)
-    feedback = _feedback(student, settings, directory, add_query_feedback, lambda_init)
 
     from lapcli.machine import Machine
+    from lapcli.stages.query_feedback import plan_feedback
     from lapcli.stages.recovery import plan_recovery, recover_into
+
+    feedback = plan_feedback(student, settings, directory)
 
     reporter = display.DisplayReporter(quiet or as_json)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
@@ -154,10 +155,15 @@ def run(
     _check_machine(student, guide, machine, teacher_device, sharding)
     ours = processes()
     anew = restart
-    if feedback is not None and not dry_run:
-        student = feedback.write(ours, overwrite=restart, reporter=reporter)
+    if feedback is not None and dry_run:
+        student, anew = feedback.stand_in(student, restart=restart)
     elif feedback is not None:
-        student, anew = feedback.stand_in(student, settings, restart)
+        if ours.leader:
+            with directory.lock():
+                feedback.write(overwrite=restart, reporter=reporter)
+        # All others wait for the one that writes.
+        ours.wait()
+        student = resolve_model(str(feedback.place))
     plan = plan_recovery(
         student, guide, settings, directory,
         restart=anew, trust_remote_code=trust_remote_code, reporter=reporter, processes=ours,
@@ -217,7 +223,7 @@ def _request(
 ) -> "tuple[RecoverySettings, ModelSource, ModelSource | None]":
     """The settings, the model to train and its teacher."""
     from lapcli.cli import context
-    from lapcli.errors import ArtifactError, RecipeError
+    from lapcli.errors import ArtifactError, RecipeError, UsageError
     from lapcli.families.source import resolve_model
     from lapcli.recipe import RecoverySettings, default_recovery, read_recipe
     from lapcli.shipped import find_recipe
@@ -259,82 +265,11 @@ def _request(
             ours.pop("samples", None)
     elif given["samples"] is not None and given["steps"] is None:
         chosen.pop("steps", None)
-    if "lr" in chosen and "lr_min" not in chosen:
+    if "lambda_init" in chosen and not chosen.get("add_query_feedback"):
+        raise UsageError("--lambda-init is about --add-query-feedback, which was not given", "give both or neither")
+    if given["lr"] is not None and "lr_min" not in chosen:
         chosen["lr_min"] = chosen["lr"] / 10
     return context.from_command_line(RecoverySettings, defaults | chosen, _NAMES), student, guide
-
-
-@dataclass(frozen=True)
-class _Feedback:
-    """The conversion on the way to a recovery.
-
-    Attributes:
-        plan: of the conversion.
-        place: where the converted model lies.
-        run: the run directory.
-    """
-
-    plan: "ConversionPlan"
-    place: Path
-    run: "RunDirectory"
-
-    def write(self, ours: "Processes", *, overwrite: bool, reporter: "Reporter") -> "ModelSource":
-        """The converted model, made by the leading process, for which all others wait."""
-        from lapcli.families.source import resolve_model
-        from lapcli.stages.conversion import convert_into
-
-        if ours.leader:
-            with self.run.lock():
-                convert_into(
-                    self.plan, self.place, overwrite=overwrite, reporter=reporter,
-                    mend="pass --restart to begin anew, or --run DIR to keep both",
-                )  # fmt: skip
-        ours.wait()
-        return resolve_model(str(self.place))
-
-    def stand_in(
-        self, student: "ModelSource", settings: "RecoverySettings", restart: bool
-    ) -> "tuple[ModelSource, bool]":
-        """What a plan can be made with where nothing may be written, and whether recovery begins anew.
-
-        That is the converted model where it is there already, else the one before conversion.
-
-        Raises:
-            ArtifactError: the run holds a recovery of another model.
-        """
-        from lapcli.errors import ArtifactError
-        from lapcli.families.source import resolve_model
-        from lapcli.stages.conversion import is_there
-
-        if is_there(self.plan, self.place):
-            return resolve_model(str(self.place)), restart
-        folder = self.run.control_recovery if settings.control else self.run.recovery
-        if folder.exists() and not restart:
-            raise ArtifactError(
-                f"{folder} holds a recovery of a model without query feedback",
-                "pass --restart to begin anew, or --run DIR to keep both",
-            )
-        return student, True
-
-
-def _feedback(
-    student: "ModelSource",
-    settings: "RecoverySettings",
-    run: "RunDirectory",
-    wanted: bool,
-    lambda_init: float | None,
-) -> _Feedback | None:
-    """The conversion that was asked for, checked; `None` where none was."""
-    from lapcli.errors import UsageError
-
-    if not wanted:
-        if lambda_init is not None:
-            raise UsageError("--lambda-init is about --add-query-feedback, which was not given", "give both or neither")
-        return None
-    from lapcli.stages.conversion import QDeltaSettings, plan_conversion
-
-    plan = plan_conversion(student, QDeltaSettings(lambda_init))
-    return _Feedback(plan, run.path / ("converted-control" if settings.control else "converted"), run)
 
 
 def _comes_from_a_demo(student: "ModelSource") -> bool:
@@ -367,13 +302,13 @@ def _check_machine(
             raise UsageError(error.message.replace("--device", "--teacher-device"), error.hint) from error
 
 
-def _would_do(plan: "RecoveryPlan", feedback: "_Feedback | None", as_json: bool) -> None:
+def _would_do(plan: "RecoveryPlan", feedback: "FeedbackPlan | None", as_json: bool) -> None:
     from lapcli.cli import display
 
     document, converts = plan.document(), {}
     if feedback is not None:
         # Planned with the model before conversion: what is added is trained beside it.
-        converts = {"converts": {**feedback.plan.document(), "writes": str(feedback.place)}}
+        converts = {"converts": feedback.document()}
     if as_json:
         display.emit({"dry_run": True, **converts, **document, "settings": plan.settings.document()})
         return

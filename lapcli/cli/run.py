@@ -65,6 +65,7 @@ def run(
     source = resolve_model(model or plan.model)
 
     from lapcli.machine import Machine
+    from lapcli.stages.lineage import STALE_HINT
     from lapcli.stages.pruning import plan_document, plan_pruning, prune
 
     pruning = plan_pruning(source, plan.calibration, plan.selection, directory, overwrite=overwrite)
@@ -77,6 +78,7 @@ def run(
     layers = () if pruning.calibration_ready else pruning.layers
     machine.check(source.config, layers, needs_gradient=pruning.needs_saliency)
     if plan.recovery is not None:
+        from lapcli.stages.query_feedback import plan_feedback
         from lapcli.stages.recovery import (
             check_recovery,
             check_text,
@@ -88,6 +90,7 @@ def run(
         from lapcli.training.engine import Execution
 
         # The base stands in for the slice that is not there yet.
+        plan_feedback(source, plan.recovery, directory)
         guide = source if plan.recovery.kl_weight else None
         check_recovery(source, guide, plan.recovery, trust_remote_code=trust_remote_code)
         check_text(source, plan.recovery, trust_remote_code=trust_remote_code)
@@ -108,7 +111,11 @@ def run(
         if as_json:
             tokens = plan.recovery.tokens if plan.recovery else 0
             asked = plan.evaluation.tasks if plan.evaluation else []
-            display.emit({"dry_run": True, **plan_document(pruning), "recovery_tokens": tokens, "tasks": asked})
+            added = plan.recovery is not None and plan.recovery.add_query_feedback
+            display.emit(
+                {"dry_run": True, **plan_document(pruning), "recovery_tokens": tokens, "adds_query_feedback": added,
+                 "tasks": asked}
+            )  # fmt: skip
         else:
             display.facts("would do (nothing was done)", _in_words(plan, pruning, source, directory))
         return
@@ -126,6 +133,8 @@ def run(
         recovery = None
         if plan.recovery is not None:
             student = source if plan.recovery.control else resolve_model(str(directory.sliced))
+            if feedback := plan_feedback(student, plan.recovery, directory):
+                student = feedback.write(overwrite=overwrite, mend=STALE_HINT, reporter=reporter)
             healing = plan_recovery(
                 student, guide, plan.recovery, directory,
                 overwrite=overwrite, trust_remote_code=trust_remote_code, reporter=reporter,
@@ -160,6 +169,7 @@ def run(
 def _in_words(plan: "Recipe", pruning: "PrunePlan", source: "ModelSource", run: "RunDirectory") -> dict[str, str]:
     """What a recipe would do, stage by stage, for a person."""
     from lapcli.cli.prune import pruning_in_words
+    from lapcli.stages.query_feedback import plan_feedback
 
     facts = pruning_in_words(source, pruning, plan.calibration.data)
     facts["selector"] = plan.selection.method
@@ -167,10 +177,14 @@ def _in_words(plan: "Recipe", pruning: "PrunePlan", source: "ModelSource", run: 
     if plan.recovery is not None:
         training = plan.recovery.training()
         what = "of the unpruned model, as a control" if plan.recovery.control else "of the slice"
+        if plan.recovery.add_query_feedback:
+            what += ", made a Q-Delta first"
         facts["recovery"] = (
             f"{what}, {training.steps} steps of {training.batch} x {plan.recovery.seq_len} = "
             f"{plan.recovery.tokens:,} tokens of {plan.recovery.data}"
         )
+        if feedback := plan_feedback(source, plan.recovery, run):
+            writes.append(f"{feedback.place.name}/")
         writes.append(f"{(run.control if plan.recovery.control else run.recovered).name}/")
     if plan.evaluation is not None:
         limit = "" if plan.evaluation.limit is None else f", {plan.evaluation.limit} items of each"

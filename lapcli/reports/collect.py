@@ -270,11 +270,12 @@ def _commands(entry: Entry, model: str) -> list[str]:
             "data": "data", "samples": "samples", "steps": "steps", "batch": "batch-size", "seq_len": "seq-len",
             "lr": "lr", "lr_min": "lr-min", "warmup": "warmup", "weight_decay": "weight-decay",
             "kl_weight": "kl-weight", "temperature": "temperature", "rank": "lora-rank", "alpha": "lora-alpha",
-            "validation": "validation", "seed": "seed",
+            "validation": "validation", "seed": "seed", "lambda_init": "lambda-init",
         }  # fmt: skip
         targets = [part for target in settings.get("targets") or () for part in ("--lora-target", str(target))]
         flags = ["--full"] if settings.get("full") else []
         flags += ["--control"] if label == "control" else []
+        flags += ["--add-query-feedback"] if settings.get("add_query_feedback") else []
         lines.append(["recover", *_options(settings, names), *targets, *flags, *run])
     if entry.evaluation is not None:
         scores = [score for each in entry.evaluation.models for score in each.scores]

@@ -272,14 +272,28 @@ def _recovery_table(found: Found, columns: Sequence[Column], axes: _Axes) -> lis
     if not columns or not _has(found.entries, "recovered"):
         return []
     entries = axes.at_first(found.entries, "method", "budget", "recovery")
-    rows = _base_row(found, columns, ("unpruned", "0", "", "as it is"))
+    labels = (("sliced", "before"), ("recovered", "after"), ("control", "unpruned, trained alike"))
+    # A column of its own only where some model got query feedback on the way.
+    feeding = any(_feedback([entry], label) for entry in entries for label, _said in labels)
+    rows = _base_row(found, columns, ("unpruned", "0", "", "as it is", *([""] if feeding else [])))
     for (method, budget, recovery), group in grouped(entries, "method", "budget", "recovery").items():
-        for label, said in (("sliced", "before"), ("recovered", "after"), ("control", "unpruned, trained alike")):
+        for label, said in labels:
             if _has(group, label):
-                rows.append((str(method), str(budget), str(recovery or ""), said, *_cells(group, label, columns)))
-    heads = ("selector", "removed", "settings", "recovery", *map(_heading, columns))
+                front = [str(method), str(budget), str(recovery or ""), said]
+                front += [_feedback(group, label)] if feeding else []
+                rows.append((*front, *_cells(group, label, columns)))
+    heads = ("selector", "removed", "settings", "recovery", *(["query feedback"] if feeding else []))
     caption = f"What recovery changed{axes.said('method', 'budget', 'recovery')}"
-    return [Table(caption, heads, tuple(rows), text_columns=4)]
+    return [Table(caption, (*heads, *map(_heading, columns)), tuple(rows), text_columns=len(heads))]
+
+
+def _feedback(entries: Sequence[Entry], label: str) -> str:
+    """What query feedback began at where a recovery added it; nothing where it did not."""
+    found = [entry.recoveries[label]["settings"] for entry in entries if label in entry.recoveries]
+    if not any(settings.get("add_query_feedback") for settings in found):
+        return ""
+    begins = dict.fromkeys(settings.get("lambda_init") or 0 for settings in found)
+    return f"added, from {_listed(f'{value:g}' for value in begins)}"
 
 
 def _calibration_table(found: Found, columns: Sequence[Column], axes: _Axes) -> list[Block]:

@@ -28,6 +28,7 @@ from lapcli.reporting import SilentReporter
 from lapcli.stages.calibration import check_calibration, has_saliency
 from lapcli.stages.evaluation import plan_stage
 from lapcli.stages.pruning import calibration_there
+from lapcli.stages.query_feedback import plan_feedback
 from lapcli.stages.recovery import check_recovery
 from lapcli.stages.rotating import refuse_unturnable
 from lapcli.stages.selection import budget_for
@@ -178,6 +179,7 @@ def plan_sweep(
     recoveries = {str(cell.recovery.document()): cell.recovery for cell in cells if cell.recovery}
     for settings in recoveries.values():
         # The base stands in for slices that are not there yet.
+        plan_feedback(source, settings, directory.base)
         guide = source if settings.kl_weight else None
         check_recovery(source, guide, settings, trust_remote_code=machine.trust_remote_code)
         machine.check(source.config, layers, needs_gradient=True)
@@ -228,9 +230,10 @@ def _unlike(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
         there = found.get(stage)
         if settings is None or there is None:
             continue
-        for name, value in settings.items():
-            if there.get(name) != value:
-                return f"{stage}.{name}: {value} wanted, {there.get(name)} found"
+        # Either may have a setting of which the other says nothing.
+        for name in {**settings, **there}:
+            if there.get(name) != settings.get(name):
+                return f"{stage}.{name}: {settings.get(name)} wanted, {there.get(name)} found"
     return None
 
 

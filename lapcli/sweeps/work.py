@@ -22,7 +22,9 @@ from lapcli.reporting import Reporter
 from lapcli.stages.calibration import calibrate, has_saliency
 from lapcli.stages.evaluation import evaluate_into, models_of
 from lapcli.stages.evaluation_file import read_evaluation, write_evaluation
+from lapcli.stages.lineage import STALE_HINT
 from lapcli.stages.pruning import prune
+from lapcli.stages.query_feedback import plan_feedback
 from lapcli.stages.recovery import micro_batch, note_recovery, plan_recovery, recover_into
 from lapcli.sweeps.record import SweepDirectory
 from lapcli.training.engine import Execution
@@ -165,6 +167,8 @@ def _recover(
     settings = RecoverySettings.model_validate(values)
     teacher = source if settings.kl_weight else None
     student = resolve_model(str(run.sliced))
+    if feedback := plan_feedback(student, settings, run):
+        student = feedback.write(overwrite=overwrite, mend=STALE_HINT, reporter=reporter)
     options: dict[str, Any] = {"trust_remote_code": machine.trust_remote_code, "reporter": reporter}
     plan = plan_recovery(student, teacher, settings, run, overwrite=overwrite, **options)
     if overwrite and plan.finished is None and plan.resumes_after is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from lapcli.testing.models import tiny_gated_deltanet
+from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
 
 SMALL = (
     "--steps",
@@ -120,3 +120,46 @@ def test_a_pruned_model_gets_query_feedback_on_its_way_to_recovery(lapcli, base,
     code, _out, err = lapcli(*ask, "--model", run / "recovered")
     assert code == 1
     assert "Q-Delta already" in err
+
+
+def test_a_recipe_adds_query_feedback_and_a_report_says_so(lapcli, base, text, tmp_path):
+    recipe, run = tmp_path / "chain.yaml", tmp_path / "run"
+    chain = {
+        "model": str(base),
+        "calibration": {"data": str(text), "samples": 4, "seq_len": 64},
+        "selection": {"method": "l1", "ratio": 0.5},
+        "recovery": {"data": str(text), "seq_len": 48, "steps": 2, "batch": 2, "validation": 1, "lr": 1e-2,
+                     "rank": 4, "add_query_feedback": True},
+        "evaluation": {"tasks": [f"text:{text}"], "limit": 1},
+    }  # fmt: skip
+    recipe.write_text(json.dumps(chain))
+    code, _out, err = lapcli("run", recipe, "--run", run, "--dry-run")
+    assert (code, run.exists()) == (0, False)
+    assert "made a Q-Delta first" in err
+    assert "converted/" in err
+    code, out, err = lapcli("run", recipe, "--run", run, "--device", "cpu", "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert json.loads((run / "recovered" / "config.json").read_text())["model_type"] == "qdelta"
+    code, _out, err = lapcli("report", run, "--quiet")
+    assert code == 0, err
+    page = (run / "report.md").read_text()
+    assert "| query feedback |" in page
+    assert "| after | added, from 0 |" in page
+    assert "--add-query-feedback" in page
+    # The same command, from the recipe or by hand, finds it there.
+    code, out, err = lapcli("recover", "--recipe", recipe, "--run", run, "--dry-run", "--json")
+    assert code == 0, err
+    again = json.loads(out)
+    assert again["finished"]
+    assert made["recovery"]["step"] == again["steps"] == 2
+    chain["recovery"]["lambda_init"] = 0.3
+    recipe.write_text(json.dumps(chain))
+    code, _out, err = lapcli("run", recipe, "--run", run, "--device", "cpu")
+    assert code == 1
+    assert "lambda_init: 0.3 wanted" in err
+    chain["model"] = str(tiny_delta_net(tmp_path / "other"))
+    recipe.write_text(json.dumps(chain))
+    code, _out, err = lapcli("run", recipe, "--run", tmp_path / "none", "--dry-run")
+    assert code == 1
+    assert "becomes a Q-Delta is a gated_deltanet" in err

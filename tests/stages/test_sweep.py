@@ -7,14 +7,19 @@ import time
 
 import pytest
 
-from lapcli.errors import ArtifactError, RecipeError, UsageError
+from lapcli.errors import ArtifactError, ModelError, RecipeError, UsageError
+from lapcli.families.source import resolve_model
 from lapcli.machine import Machine
 from lapcli.recipe import Recipe
-from lapcli.stages.sweeping import plan_sweep, run_sweep, slots_for
+from lapcli.reporting import SilentReporter
+from lapcli.stages.recovery import RecoveryResult
+from lapcli.stages.sweeping import _unlike, plan_sweep, run_sweep, slots_for
+from lapcli.sweeps import work
 from lapcli.sweeps.cells import expand
 from lapcli.sweeps.pool import Pool, Slot
 from lapcli.sweeps.record import SweepDirectory, read_sweep
 from lapcli.sweeps.work import Job
+from lapcli.testing.models import tiny_delta_net
 
 CPU = Machine(device="cpu")
 
@@ -70,6 +75,20 @@ class TestCells:
         assert [cell.recovery.training().steps for cell in cells] == [4, 3]
         assert len({cell.slice_key for cell in cells}) == 1
 
+    def test_query_feedback_is_a_recovery_like_others(self):
+        recovery = {"data": "builtin", "seq_len": 32, "samples": 64}
+        variants = {"plain": {}, "feedback": {"add_query_feedback": True}, "more": {"add_query_feedback": True,
+                    "lambda_init": 0.2}}  # fmt: skip
+        cells = expand(recipe(recovery=recovery, recoveries=variants), "here")
+        assert [cell.axes["recovery"] for cell in cells] == list(variants)
+        assert len({cell.slice_key for cell in cells}) == 1
+        plain, feedback, more = (cell.settings() for cell in cells)
+        # As before there was such a setting: what was recovered then is found again.
+        assert not {"add_query_feedback", "lambda_init"} & plain["recovery"].keys()
+        assert _unlike(plain, plain) is None
+        for one, other in ((plain, feedback), (feedback, plain), (feedback, more), (more, feedback)):
+            assert _unlike(one, other) is not None
+
     @pytest.mark.parametrize(
         ("changes", "wanted"),
         [
@@ -78,8 +97,9 @@ class TestCells:
             ({"recoveries": {"a": {}}}, "which is not there"),
             ({"recovery": {"data": "x", "seq_len": 9, "steps": 1, "control": True}}, "control"),
             ({"recovery": {"data": "x", "seq_len": 9, "steps": 1}, "recoveries": {"a": {"lrr": 1}}}, "'lrr'"),
+            ({"recovery": {"data": "x", "seq_len": 9, "steps": 1, "lambda_init": 0.1}}, "add_query_feedback"),
         ],
-        ids=["two budgets", "twice", "no recovery", "control", "unknown setting"],
+        ids=["two budgets", "twice", "no recovery", "control", "unknown setting", "no feedback to begin"],
     )
     def test_refused(self, changes, wanted):
         with pytest.raises((RecipeError, ValueError), match=wanted):
@@ -96,6 +116,40 @@ def plan(model, text, tmp_path):
         return plan_sweep(model, cells, evaluation, directory, machine=CPU, overwrite=overwrite), directory
 
     return make
+
+
+RECOVERY = {"seq_len": 32, "steps": 2, "batch": 2, "validation": 1, "add_query_feedback": True}
+
+
+def test_a_cell_recovers_a_q_delta_where_its_recovery_says_so(model, text, tmp_path, monkeypatch):
+    cell = expand(recipe(text, recovery={"data": str(text), **RECOVERY}), "here")[0]
+    sweep = SweepDirectory(tmp_path / "sweep")
+    common = {"sweep": str(sweep.path), "model": model.describe(), "machine": {"device": "cpu"}}
+    plans = []
+
+    def record(plan, run, **_):
+        plans.append(plan)
+        return RecoveryResult(run.recovered, run.recovery, {"stopped": None}, worked=True)
+
+    monkeypatch.setattr(work, "recover_into", record)
+    calibration = cell.calibration.document()
+    work.do(Job("calibrate", cell.calibration_name, settings=calibration, **common), SilentReporter())
+    job = Job("cell", cell.name, settings=cell.settings(), calibration=cell.calibration_name, **common)
+    for _ in range(2):
+        work.do(job, SilentReporter())
+    assert [plan.student.path for plan in plans] == [(sweep.cell(cell.name).path / "converted").resolve()] * 2
+    assert plans[0].student.config["model_type"] == "qdelta"
+    assert plans[0].student.config["head_dim"] < model.config["head_dim"]
+    assert plans[0].teacher.digest == model.digest
+    assert any("lamb_gain" in name for name in plans[0].adapters.changed)
+
+
+def test_query_feedback_is_refused_before_any_work_where_there_can_be_none(text, tmp_path):
+    base = resolve_model(str(tiny_delta_net(tmp_path / "base")))
+    cells = expand(recipe(text, recovery={"data": str(text), **RECOVERY}), "here")
+    with pytest.raises(ModelError, match="becomes a Q-Delta is a gated_deltanet"):
+        plan_sweep(base, cells, None, SweepDirectory(tmp_path / "sweep"), machine=CPU)
+    assert not (tmp_path / "sweep").exists()
 
 
 def stamps(directory, names_):
