@@ -71,27 +71,40 @@ def _thin(
             squares += x * x
         unit = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)
     sums = tl.zeros((BB, BN, BD), tl.float32)
+    ASK: tl.constexpr = AHEAD and BD < D
+    there = (b < rows)[:, None] & (d < D)[None, :]
+    raw = tl.load(x_rows + d[None, :], mask=there, other=0.0)  # [BB, BD]
+    up = raw
+    if GATED:
+        up = tl.load(x_rows + D + d[None, :], mask=there, other=0.0)
     for start in range(0, D, BD):
         at = start + d
-        if AHEAD and BD < D:
+        following, following_raw, following_up = weight, raw, up
+        if ASK:
             ahead = at + BD
             following = tl.load(weight_rows + ahead[None, :], mask=row_mask & (ahead < D)[None, :], other=0.0,
                                 eviction_policy="evict_first")  # fmt: skip
+            there = (b < rows)[:, None] & (ahead < D)[None, :]
+            following_raw = tl.load(x_rows + ahead[None, :], mask=there, other=0.0)
+            if GATED:
+                following_up = tl.load(x_rows + D + ahead[None, :], mask=there, other=0.0)
         elif start > 0:
             weight = tl.load(weight_rows + at[None, :], mask=row_mask & (at < D)[None, :], other=0.0,
                              eviction_policy="evict_first")  # fmt: skip
-        there = (b < rows)[:, None] & (at < D)[None, :]
-        x = tl.load(x_rows + at[None, :], mask=there, other=0.0).to(tl.float32)  # [BB, BD]
+            there = (b < rows)[:, None] & (at < D)[None, :]
+            raw = tl.load(x_rows + at[None, :], mask=there, other=0.0)
+            if GATED:
+                up = tl.load(x_rows + D + at[None, :], mask=there, other=0.0)
+        x = raw.to(tl.float32)
         if GATED:
-            up = tl.load(x_rows + D + at[None, :], mask=there, other=0.0).to(tl.float32)
-            x = x / (1.0 + tl.exp(-x)) * up
+            x = x / (1.0 + tl.exp(-x)) * up.to(tl.float32)
         if NORM:
             by = tl.load(norm_ptr + at, mask=at < D, other=0.0).to(tl.float32) + offset
             x = x * unit[:, None] * by[None, :]
         x = x.to(weight.dtype).to(tl.float32)
         sums += weight.to(tl.float32)[None, :, :] * x[:, None, :]
-        if AHEAD and BD < D:
-            weight = following
+        if ASK:
+            weight, raw, up = following, following_raw, following_up
     y = tl.sum(sums, axis=2)  # [BB, BN]
     if BIAS:
         y += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
