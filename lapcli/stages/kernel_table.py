@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Operator = Literal[
-    "gated delta rule", "delta rule", "gated delta product", "KDA", "GDN-2", "GLA", "gated states", "Mamba-2"
-]
+    "gated delta rule", "delta rule", "query feedback", "gated delta product", "KDA", "GDN-2", "GLA", "gated states",
+    "Mamba-2",
+]  # fmt: skip
 Phase = Literal["prefill", "decode", "prefill and decode"]
 Verdict = Literal["takes it", "lost", "gained", "never took it", "not checked"]
 
@@ -25,6 +26,7 @@ OPERATORS: dict[str, Operator] = {
     "lara_mini": "gated delta rule",
     "olmo_hybrid": "gated delta rule",
     "delta_net": "delta rule",
+    "qdelta": "query feedback",
     "gated_deltaproduct": "gated delta product",
     "gdn2": "GDN-2",
     "gla": "GLA",
@@ -155,6 +157,7 @@ _TILE = "tiles of the next power of two over K, masked"
 
 _FLA = ("fla-org/flash-linear-attention", "bc3b101dcb71", "2026-08-22")
 _FLASHINFER = ("flashinfer-ai/flashinfer", "fb28d7242b35", "2026-08-22")
+_FLA_06 = ("flash-linear-attention 0.6.0", "0.6.0")
 _MAMBA = ("state-spaces/mamba", "e9594ce1c732", "2026-07-23")
 _CULA = ("inclusionAI/cuLA", "fa742a23fcc6", "2026-04-24")
 
@@ -162,6 +165,10 @@ _CULA = ("inclusionAI/cuLA", "fa742a23fcc6", "2026-04-24")
 def _at(snapshot: tuple[str, str, str], path: str) -> Source:
     repository, commit, date = snapshot
     return Source(repository, path, commit, date)
+
+
+def _ours(path: str) -> Source:
+    return Source("lapcli", f"kernels/lapkernels/{path}", "of this version")
 
 
 def _vllm(path: str, commit: str) -> Source:
@@ -188,6 +195,54 @@ KERNELS: tuple[Kernel, ...] = (
         _ANY,
         Source("transformers 5.24.0", "models/mamba2/modeling_mamba2.py:195-320", "5.24.0"),
         "reads the state size from the tensors; lapcli's tests run slices on it",
+    ),
+    Kernel(
+        "lapcli, PyTorch over chunks",
+        ("gated delta rule", "delta rule", "query feedback"),
+        "prefill",
+        _ANY,
+        _ours("delta_rule/chunked.py"),
+        "on any device, with gradients; lapcli's tests run slices on it",
+    ),
+    Kernel(
+        "lapcli, Triton over chunks",
+        ("gated delta rule", "delta rule", "query feedback"),
+        "prefill",
+        _UP_TO_256,
+        _ours("delta_rule/triton_backend.py"),
+        "only where it is asked for (--kernel triton)",
+    ),
+    Kernel(
+        "lapcli, fused step",
+        ("gated delta rule", "delta rule", "query feedback"),
+        "decode",
+        _ANY,
+        _ours("delta_step/triton_launch.py"),
+        "K in up to three tiles that are powers of two, the last one masked",
+    ),
+    Kernel(
+        "fla, chunked (comba)",
+        ("query feedback",),
+        "prefill",
+        _UP_TO_256,
+        Source(_FLA_06[0], "ops/comba/chunk.py:66, ops/common/chunk_delta_h.py:716,772", _FLA_06[1]),
+        "given e^g (k + lambda q), since its error is from before the decay; what lapcli runs on a GPU in half precision",
+    ),
+    Kernel(
+        "Q-Delta's release, chunked",
+        ("query feedback",),
+        "prefill and decode",
+        _UP_TO_256,
+        Source("psmiz/Q-Delta", "qdelta/qdelta_rule/common/chunk_delta_h.py:456,501", "4afe5b5146c0", "2026-07-13"),
+        "another function within chunks (docs/q-delta.md); lapcli computes it in PyTorch where a config says compat",
+    ),
+    Kernel(
+        "fla, recurrent (comba)",
+        ("query feedback",),
+        "decode",
+        _ANY,
+        Source(_FLA_06[0], "ops/comba/fused_recurrent.py:139-141", _FLA_06[1]),
+        f"{_TILE}; lapcli decodes by its own step",
     ),
     Kernel(
         "fla, chunked",
@@ -382,7 +437,13 @@ KERNELS: tuple[Kernel, ...] = (
         "length but not for K, so do not ask for it with another K",
     ),
     Kernel("SGLang", ("KDA",), "prefill and decode", None, None),
-    Kernel("vLLM, SGLang", ("delta rule", "gated delta product", "GDN-2", "GLA"), "prefill and decode", None, None),
+    Kernel(
+        "vLLM, SGLang",
+        ("delta rule", "query feedback", "gated delta product", "GDN-2", "GLA"),
+        "prefill and decode",
+        None,
+        None,
+    ),
     Kernel(
         "vLLM, Triton",
         ("Mamba-2",),

@@ -1,10 +1,12 @@
 """Planning: the plan's bytes are those that slicing writes, and its arithmetic is what docs/plan.md says."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+import lapkernels
 from lapcli.artifacts import Lineage, encode_header, read_header, write_artifact
 from lapcli.errors import FamilyError, ModelError, UsageError
 from lapcli.families.registry import family_for
@@ -13,10 +15,13 @@ from lapcli.stages.kernel_table import KERNELS, OPERATORS, Kernel, Widths, kerne
 from lapcli.stages.planning import memory_bytes, plan_ratio, softmax_cache
 from lapcli.stages.planning_source import HubHeaders, headers_of
 from lapcli.stages.slicing import plan_slicing, slice_model
-from lapcli.testing.models import tiny_gated_deltanet
+from lapcli.testing.models import tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.stock_models import STOCK_MODELS, tiny_stock_model
+from lapkernels.delta_rule import fla_backend, triton_backend
 
 GIB = 1 << 30
+KERNELS_FOLDER = Path(lapkernels.__file__).resolve().parent
+OWN_MODELS = {"gated_deltanet": tiny_gated_deltanet, "qdelta": tiny_qdelta}
 
 
 def selection_of(source, kept, folder):
@@ -26,10 +31,10 @@ def selection_of(source, kept, folder):
     return write_artifact(folder / "selection.safetensors", lineage, tensors)
 
 
-@pytest.mark.parametrize("model_type", ["gated_deltanet", *STOCK_MODELS])
+@pytest.mark.parametrize("model_type", [*OWN_MODELS, *STOCK_MODELS])
 def test_the_bytes_are_those_that_slicing_writes(model_type, tmp_path):
-    if model_type == "gated_deltanet":
-        source = resolve_model(str(tiny_gated_deltanet(tmp_path / "model", num_v_heads=4)))
+    if model_type in OWN_MODELS:
+        source = resolve_model(str(OWN_MODELS[model_type](tmp_path / "model", num_v_heads=4)))
     else:
         source = resolve_model(str(tiny_stock_model(model_type, tmp_path / "model", max_shard_size="100KB")))
     plan = plan_ratio(source, keep=12)
@@ -315,6 +320,22 @@ def test_every_claim_about_a_kernel_has_its_source():
     assert all(kernels_for(operator) for operator in OPERATORS.values())
     shapes = [(kernel.name, kernel.phase, operator) for kernel in KERNELS for operator in kernel.operators]
     assert len(set(shapes)) == len(shapes)
+
+
+def test_kernels_of_query_feedback_are_there_and_our_own_bounds_are_those_of_the_code(tmp_path):
+    source = resolve_model(str(tiny_qdelta(tmp_path / "model")))
+    plan = plan_ratio(source, ratio="0.5")
+    assert plan.operator == "query feedback"
+    rows = {row["kernel"]: row for row in plan.kernels}
+    takes = {name for name, row in rows.items() if row["verdict"] == "takes it"}
+    assert {"lapcli, fused step", "lapcli, PyTorch over chunks", "fla, chunked (comba)"} <= takes
+    assert rows["vLLM, SGLang"]["verdict"] == "not checked"
+    bounds = {"lapcli, Triton over chunks": triton_backend.WIDEST_KEY, "fla, chunked (comba)": fla_backend.WIDEST_KEY}
+    for kernel in KERNELS:
+        if kernel.name in bounds:
+            assert kernel.widths.key == (1, bounds[kernel.name])
+        if kernel.source is not None and kernel.source.repository == "lapcli":
+            assert (KERNELS_FOLDER / kernel.source.path.removeprefix("kernels/lapkernels/")).is_file()
 
 
 def test_verdicts():
