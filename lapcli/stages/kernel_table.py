@@ -226,7 +226,7 @@ KERNELS: tuple[Kernel, ...] = (
         "prefill",
         _UP_TO_256,
         Source(_FLA_06[0], "ops/comba/chunk.py:66, ops/common/chunk_delta_h.py:716,772", _FLA_06[1]),
-        "given e^g (k + lambda q), since its error is from before the decay; what lapcli runs on a GPU in half precision",
+        "given e^g (k + lambda q), as its error is from before the decay; what lapcli runs on a GPU in half precision",
     ),
     Kernel(
         "Q-Delta's release, chunked",
