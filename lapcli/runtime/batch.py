@@ -94,8 +94,8 @@ class _Scores:
 class Batch:
     """Decodes rows, each with its own settings, on one engine.
 
-    A step is under way on the device while the host reads the one before; so a row that ends by its own token has
-    run one step too many, whose token is dropped.
+    On a GPU a step is under way while the host reads the one before; so a row that ends by its own token has run one
+    step too many, whose token is dropped.
 
     Args:
         engine: where the rows live; rows that it holds otherwise are left alone.
@@ -226,6 +226,9 @@ class Batch:
             self._set_back(list(self._active))
             raise
         self._read(before, events)
+        if self.engine.device.type == "cpu":
+            # The step is done already, so that nothing is gained by looking at it later.
+            self._land(events)
 
     def _take_in(self, events: list[Event]) -> None:
         """Run prompts of waiting rows, and let those that are through join the next step."""
