@@ -21,7 +21,7 @@ import torch
 
 from lapkernels import timing
 from lapkernels.delta_rule.api import delta_rule
-from lapkernels.delta_rule.triton_launch import Tiles, choose_tiles, delta_rule_triton
+from lapkernels.delta_rule.triton_launch import Tiles, delta_rule_triton
 
 
 class Shape(NamedTuple):
@@ -101,16 +101,14 @@ def implementations(
         pass
     if not every_tile:
         return
-    default = choose_tiles(shape.key_width, shape.value_width, dtype)
-    # The two kernels do not depend on each other's tiles: one is varied at a time.
-    walks = [
+    for tiles in (
+        Tiles(128, 4, 2, turned=True),
         Tiles(128, 8, 2, turned=True),
         Tiles(128, 8, 2, turned=True, registers=128),
         Tiles(64, 4, 2, turned=True),
         Tiles(64, 4, 1, turned=True, registers=168),
         Tiles(128, 4, 2),
-    ]
-    for tiles in dict.fromkeys((*walks, default._replace(prepare_registers=200), default._replace(ahead=True))):
+    ):
         if tiles.value_block <= shape.value_width:
             yield "triton " + " ".join(map(str, tiles)), ours(tiles)
 

@@ -37,52 +37,6 @@ def tile(base, step_stride, left, FIRST: tl.constexpr, N: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def columns_of(base, step_stride, left, FIRST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr):
-    """As `tile`, transposed: [N, C]."""
-    steps, channels = tl.arange(0, C), FIRST + tl.arange(0, N)
-    mask = (steps < left)[None, :]
-    if FIRST + N > WIDTH:
-        mask = mask & (channels < WIDTH)[:, None]
-    return tl.load(base + (steps[None, :] * step_stride + channels[:, None]), mask=mask, other=0.0)
-
-
-@triton.jit
-def scaled(x, by, FOLD: tl.constexpr):
-    """By factors of rows or columns, in its own dtype."""
-    if FOLD:
-        return (x.to(tl.float32) * by).to(x.dtype)
-    return x
-
-
-@triton.jit
-def fetch(ptr, COUNT: tl.constexpr):
-    """Bring COUNT elements, which begin a line of the caches, from memory into the second cache."""
-    LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
-    _fetch_each(ptr + tl.arange(0, COUNT // LINE) * LINE)
-
-
-@triton.jit
-def fetch_rows(base, step_stride, left, begin, first, C: tl.constexpr, N: tl.constexpr):
-    """Channels first .. first + N of C steps from `begin` on, as far as there are any, into the second cache."""
-    LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
-    rows = base + tl.minimum(begin + tl.arange(0, C), left - 1) * step_stride + first
-    for channel in tl.static_range(0, N, LINE):
-        _fetch_each(rows + channel)
-
-
-@triton.jit
-def _fetch_each(pointers):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def part(base, step_stride, left, channel, N: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr):
     """As `tile`, from a channel that a loop counts, a multiple of N."""
     steps, channels = tl.arange(0, C), channel + tl.arange(0, N)
@@ -109,31 +63,54 @@ BLOCK: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
-def _row_of_products(q, q_step, x, x_step, k, k_step, left, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-                     NORM: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Block row N of `q k^T` and of `x k^T` up to the diagonal, four blocks each, and its block of `q q^T`."""
+def _block_of(x, step, left, channel, N: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Of block N of a chunk the channels from `channel` on: [BLOCK, BK]."""
+    return part(x + N * BLOCK * step, step, left - N * BLOCK, channel, BK, BLOCK, K)
+
+
+@triton.jit
+def _row_of_products(q, q_step, x, x_step, k, k_step, left, q_row, x_row, k0, k1, k2, k3, N: tl.constexpr,
+                     K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Block row N of `q k^T` and of `x k^T` up to the diagonal, four blocks each, and its block of `q q^T`.
+
+    Of q, x and k the first BK channels are given, and used where there are no others.
+    """
     zero = tl.zeros([BLOCK, BLOCK], tl.float32)
     c0, c1, c2, c3, a0, a1, a2, a3, own = zero, zero, zero, zero, zero, zero, zero, zero, zero
-    for channel in range(0, K, BK):
-        q_row = part(q + N * BLOCK * q_step, q_step, left - N * BLOCK, channel, BK, BLOCK, K)
-        x_row = part(x + N * BLOCK * x_step, x_step, left - N * BLOCK, channel, BK, BLOCK, K)
-        column = tl.trans(part(k, k_step, left, channel, BK, BLOCK, K))
-        c0 = tl.dot(q_row, column, c0, input_precision=PRECISION)
-        a0 = tl.dot(x_row, column, a0, input_precision=PRECISION)
+    if K <= BK:
+        c0 = tl.dot(q_row, tl.trans(k0), input_precision=PRECISION)
+        a0 = tl.dot(x_row, tl.trans(k0), input_precision=PRECISION)
         if N >= 1:
-            column = tl.trans(part(k + BLOCK * k_step, k_step, left - BLOCK, channel, BK, BLOCK, K))
-            c1 = tl.dot(q_row, column, c1, input_precision=PRECISION)
-            a1 = tl.dot(x_row, column, a1, input_precision=PRECISION)
+            c1 = tl.dot(q_row, tl.trans(k1), input_precision=PRECISION)
+            a1 = tl.dot(x_row, tl.trans(k1), input_precision=PRECISION)
         if N >= 2:
-            column = tl.trans(part(k + 2 * BLOCK * k_step, k_step, left - 2 * BLOCK, channel, BK, BLOCK, K))
-            c2 = tl.dot(q_row, column, c2, input_precision=PRECISION)
-            a2 = tl.dot(x_row, column, a2, input_precision=PRECISION)
+            c2 = tl.dot(q_row, tl.trans(k2), input_precision=PRECISION)
+            a2 = tl.dot(x_row, tl.trans(k2), input_precision=PRECISION)
         if N == 3:
-            column = tl.trans(part(k + 3 * BLOCK * k_step, k_step, left - 3 * BLOCK, channel, BK, BLOCK, K))
-            c3 = tl.dot(q_row, column, c3, input_precision=PRECISION)
-            a3 = tl.dot(x_row, column, a3, input_precision=PRECISION)
+            c3 = tl.dot(q_row, tl.trans(k3), input_precision=PRECISION)
+            a3 = tl.dot(x_row, tl.trans(k3), input_precision=PRECISION)
         if NORM:
-            own = tl.dot(q_row, tl.trans(q_row), own, input_precision=PRECISION)
+            own = tl.dot(q_row, tl.trans(q_row), input_precision=PRECISION)
+    for channel in range(0 if K > BK else BK, K, BK):
+        q_more = _block_of(q, q_step, left, channel, N, K, BK)
+        x_more = _block_of(x, x_step, left, channel, N, K, BK)
+        column = tl.trans(_block_of(k, k_step, left, channel, 0, K, BK))
+        c0 = tl.dot(q_more, column, c0, input_precision=PRECISION)
+        a0 = tl.dot(x_more, column, a0, input_precision=PRECISION)
+        if N >= 1:
+            column = tl.trans(_block_of(k, k_step, left, channel, 1, K, BK))
+            c1 = tl.dot(q_more, column, c1, input_precision=PRECISION)
+            a1 = tl.dot(x_more, column, a1, input_precision=PRECISION)
+        if N >= 2:
+            column = tl.trans(_block_of(k, k_step, left, channel, 2, K, BK))
+            c2 = tl.dot(q_more, column, c2, input_precision=PRECISION)
+            a2 = tl.dot(x_more, column, a2, input_precision=PRECISION)
+        if N == 3:
+            column = tl.trans(_block_of(k, k_step, left, channel, 3, K, BK))
+            c3 = tl.dot(q_more, column, c3, input_precision=PRECISION)
+            a3 = tl.dot(x_more, column, a3, input_precision=PRECISION)
+        if NORM:
+            own = tl.dot(q_more, tl.trans(q_more), own, input_precision=PRECISION)
     return c0, c1, c2, c3, a0, a1, a2, a3, own
 
 
@@ -242,8 +219,7 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
             beta_row, beta_step, beta_head,
             H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
             GATED: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-            KEEP: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
-            SOLVE: tl.constexpr):  # fmt: skip
+            KEEP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
     """Of one chunk and value head: everything that no state enters.
 
     pairs: [M, HV, 2 or 3, C, C], M with the scale, `(I + A)^-1 diag(beta)` transposed, and for a backward pass the same
@@ -264,10 +240,6 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     g += row * g_row + first * g_step + value_head * g_head
     beta += row * beta_row + first * beta_step + value_head * beta_head
     left1, left2, left3 = left - BLOCK, left - 2 * BLOCK, left - 3 * BLOCK
-    if AHEAD:
-        # Later rows of blocks are loaded behind the stores of earlier ones.
-        fetch_rows(k, k_step, left, 0, 0, C, K)
-        fetch_rows(q, q_step, left, 0, 0, C, K)
     beta0 = _steps_of(beta, beta_step, left, tl.float32)
     beta1 = _steps_of(beta + BLOCK * beta_step, beta_step, left1, tl.float32)
     beta2 = _steps_of(beta + 2 * BLOCK * beta_step, beta_step, left2, tl.float32)
@@ -288,107 +260,112 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     norm_q = norms + (chunk.to(tl.int64) * H + head) * C
     norm_k = norm_q + (row * 0 + all_chunks) * H * C
     tl.store(kept + at, tl.exp(last.to(tl.float32)))
+    k_of0 = _block_of(k, k_step, left, 0, 0, K, BK)
+    k_of1 = _block_of(k, k_step, left, 0, 1, K, BK)
+    k_of2 = _block_of(k, k_step, left, 0, 2, K, BK)
+    k_of3 = _block_of(k, k_step, left, 0, 3, K, BK)
+    q_of0 = _block_of(q, q_step, left, 0, 0, K, BK)
+    q_of1 = _block_of(q, q_step, left, 0, 1, K, BK)
+    q_of2 = _block_of(q, q_step, left, 0, 2, K, BK)
+    q_of3 = _block_of(q, q_step, left, 0, 3, K, BK)
+    x_of0, x_of1, x_of2, x_of3 = k_of0, k_of1, k_of2, k_of3
+    if ERASE:
+        x_of0 = _block_of(x, x_step, left, 0, 0, K, BK)
+        x_of1 = _block_of(x, x_step, left, 0, 1, K, BK)
+        x_of2 = _block_of(x, x_step, left, 0, 2, K, BK)
+        x_of3 = _block_of(x, x_step, left, 0, 3, K, BK)
+    c00, _, _, _, a00, _, _, _, own0 = _row_of_products(
+        q, q_step, x, x_step, k, k_step, left, q_of0, x_of0, k_of0, k_of0, k_of0, k_of0, 0, K, BK, NORM, PRECISION
+    )
+    c10, c11, _, _, a10, a11, _, _, own1 = _row_of_products(
+        q, q_step, x, x_step, k, k_step, left, q_of1, x_of1, k_of0, k_of1, k_of1, k_of1, 1, K, BK, NORM, PRECISION
+    )
+    c20, c21, c22, _, a20, a21, a22, _, own2 = _row_of_products(
+        q, q_step, x, x_step, k, k_step, left, q_of2, x_of2, k_of0, k_of1, k_of2, k_of2, 2, K, BK, NORM, PRECISION
+    )
+    c30, c31, c32, c33, a30, a31, a32, a33, own3 = _row_of_products(
+        q, q_step, x, x_step, k, k_step, left, q_of3, x_of3, k_of0, k_of1, k_of2, k_of3, 3, K, BK, NORM, PRECISION
+    )
     ones = tl.full([BLOCK], 1.0, tl.float32)
     k0, k1, k2, k3, q0, q1, q2, q3 = ones, ones, ones, ones, ones, ones, ones, ones
-    # Row by row of blocks, so that little is held at a time. Between blocks a decay is that from the earlier block on
-    # to its border, times that over the blocks between, times that from the later block's border on: no exponential
-    # a pair.
-    strictly, lower = index[:, None] > index[None, :], index[:, None] >= index[None, :]
-
-    c00, _, _, _, a00, _, _, _, own = _row_of_products(q, q_step, x, x_step, k, k_step, left, 0, K, BK, NORM, PRECISION)
     if NORM:
-        k0, q0 = _over_length(a00, EPS), _over_length(own, EPS)
+        k0, q0 = _over_length(a00, EPS), _over_length(own0, EPS)
+        k1, q1 = _over_length(a11, EPS), _over_length(own1, EPS)
+        k2, q2 = _over_length(a22, EPS), _over_length(own2, EPS)
+        k3, q3 = _over_length(a33, EPS), _over_length(own3, EPS)
     _store_row(factors, total, norm_q, norm_k, beta0, sum0, last, q0, k0, scale, 0, C, GATED, ERASE, NORM, KEEP)
-    strength, reading, within = beta0 * k0 if NORM else beta0, scale * q0, _within(sum0, k0, GATED)
-    _store_block(pairs, tl.where(lower, c00 * within * reading[:, None], 0.0), 0, 0, C)
-    _, u00 = _inverse(tl.where(strictly, a00 * within * strength[:, None], 0.0), SOLVE)
-    _store_solved(solved, u00, beta0, 0, 0, C, KEEP)
-    to0 = k0
-    if GATED:
-        to0 = k0 * tl.exp((at1 - sum0).to(tl.float32))
-
-    c10, c11, _, _, a10, a11, _, _, own = _row_of_products(
-        q, q_step, x, x_step, k, k_step, left, 1, K, BK, NORM, PRECISION
-    )
-    if NORM:
-        k1, q1 = _over_length(a11, EPS), _over_length(own, EPS)
     _store_row(factors, total, norm_q, norm_k, beta1, sum1, last, q1, k1, scale, 1, C, GATED, ERASE, NORM, KEEP)
-    strength, reading, within = beta1 * k1 if NORM else beta1, scale * q1, _within(sum1, k1, GATED)
-    _store_block(pairs, tl.where(lower, c11 * within * reading[:, None], 0.0), 1, 1, C)
-    t11, u11 = _inverse(tl.where(strictly, a11 * within * strength[:, None], 0.0), SOLVE)
-    _store_solved(solved, u11, beta1, 1, 1, C, KEEP)
+    _store_row(factors, total, norm_q, norm_k, beta2, sum2, last, q2, k2, scale, 2, C, GATED, ERASE, NORM, KEEP)
+    _store_row(factors, total, norm_q, norm_k, beta3, sum3, last, q3, k3, scale, 3, C, GATED, ERASE, NORM, KEEP)
+    # Between blocks a decay is that from the earlier block on to its border, times that over the blocks between, times
+    # that from the later block's border on: no exponential a pair.
+    strictly, lower = index[:, None] > index[None, :], index[:, None] >= index[None, :]
+    strength0, reading0, within0 = beta0 * k0 if NORM else beta0, scale * q0, _within(sum0, k0, GATED)
+    strength1, reading1, within1 = beta1 * k1 if NORM else beta1, scale * q1, _within(sum1, k1, GATED)
+    strength2, reading2, within2 = beta2 * k2 if NORM else beta2, scale * q2, _within(sum2, k2, GATED)
+    strength3, reading3, within3 = beta3 * k3 if NORM else beta3, scale * q3, _within(sum3, k3, GATED)
+    _store_block(pairs, tl.where(lower, c00 * within0 * reading0[:, None], 0.0), 0, 0, C)
+    _store_block(pairs, tl.where(lower, c11 * within1 * reading1[:, None], 0.0), 1, 1, C)
+    _store_block(pairs, tl.where(lower, c22 * within2 * reading2[:, None], 0.0), 2, 2, C)
+    _store_block(pairs, tl.where(lower, c33 * within3 * reading3[:, None], 0.0), 3, 3, C)
+    a00 = tl.where(strictly, a00 * within0 * strength0[:, None], 0.0)
+    a11 = tl.where(strictly, a11 * within1 * strength1[:, None], 0.0)
+    a22 = tl.where(strictly, a22 * within2 * strength2[:, None], 0.0)
+    a33 = tl.where(strictly, a33 * within3 * strength3[:, None], 0.0)
+    to0, to1, to2 = k0, k1, k2
     if GATED:
         since = tl.exp((sum1 - at1).to(tl.float32))
-        strength, reading = strength * since, reading * since
-    _store_block(pairs, _times(c10, reading, to0), 1, 0, C)
-    n10 = _times(a10, -strength, to0)
+        strength1, reading1 = strength1 * since, reading1 * since
+        since = tl.exp((sum2 - at2).to(tl.float32))
+        strength2, reading2 = strength2 * since, reading2 * since
+        since = tl.exp((sum3 - at3).to(tl.float32))
+        strength3, reading3 = strength3 * since, reading3 * since
+        to0 = k0 * tl.exp((at1 - sum0).to(tl.float32))
+        to1 = k1 * tl.exp((at2 - sum1).to(tl.float32))
+        to2 = k2 * tl.exp((at3 - sum2).to(tl.float32))
+    to20, to31, to30 = to0, to1, to0
+    if GATED:
+        to20, to31 = to0 * tl.exp((at2 - at1).to(tl.float32)), to1 * tl.exp((at3 - at2).to(tl.float32))
+        to30 = to0 * tl.exp((at3 - at1).to(tl.float32))
+    _store_block(pairs, _times(c10, reading1, to0), 1, 0, C)
+    _store_block(pairs, _times(c20, reading2, to20), 2, 0, C)
+    _store_block(pairs, _times(c21, reading2, to1), 2, 1, C)
+    _store_block(pairs, _times(c30, reading3, to30), 3, 0, C)
+    _store_block(pairs, _times(c31, reading3, to31), 3, 1, C)
+    _store_block(pairs, _times(c32, reading3, to2), 3, 2, C)
+    _, u00 = _inverse(a00, SOLVE)
+    t11, u11 = _inverse(a11, SOLVE)
+    t22, u22 = _inverse(a22, SOLVE)
+    t33, u33 = _inverse(a33, SOLVE)
+    n10 = _times(a10, -strength1, to0)
+    n20 = _times(a20, -strength2, to20)
+    n21 = _times(a21, -strength2, to1)
+    n30 = _times(a30, -strength3, to30)
+    n31 = _times(a31, -strength3, to31)
+    n32 = _times(a32, -strength3, to2)
     # u is t transposed: t10 = -t11 (a10 t00), hence u10 = (u00 (-a10)^T) u11, and so on.
     below = _by_transposed(u00, n10, SOLVE)
     u10 = _by_transposed(below, t11, SOLVE)
-    _store_solved(solved, u10, beta0, 0, 1, C, KEEP)
-    to1 = k1
-    if GATED:
-        to1 = k1 * tl.exp((at2 - sum1).to(tl.float32))
-        over = tl.exp((at2 - at1).to(tl.float32))
-        to0 = to0 * over
-
-    c20, c21, c22, _, a20, a21, a22, _, own = _row_of_products(
-        q, q_step, x, x_step, k, k_step, left, 2, K, BK, NORM, PRECISION
-    )
-    if NORM:
-        k2, q2 = _over_length(a22, EPS), _over_length(own, EPS)
-    _store_row(factors, total, norm_q, norm_k, beta2, sum2, last, q2, k2, scale, 2, C, GATED, ERASE, NORM, KEEP)
-    strength, reading, within = beta2 * k2 if NORM else beta2, scale * q2, _within(sum2, k2, GATED)
-    _store_block(pairs, tl.where(lower, c22 * within * reading[:, None], 0.0), 2, 2, C)
-    t22, u22 = _inverse(tl.where(strictly, a22 * within * strength[:, None], 0.0), SOLVE)
-    _store_solved(solved, u22, beta2, 2, 2, C, KEEP)
-    if GATED:
-        since = tl.exp((sum2 - at2).to(tl.float32))
-        strength, reading = strength * since, reading * since
-    _store_block(pairs, _times(c20, reading, to0), 2, 0, C)
-    n20 = _times(a20, -strength, to0)
-    _store_block(pairs, _times(c21, reading, to1), 2, 1, C)
-    n21 = _times(a21, -strength, to1)
     below = _by_transposed(u11, n21, SOLVE)
     u21 = _by_transposed(below, t22, SOLVE)
-    _store_solved(solved, u21, beta1, 1, 2, C, KEEP)
-    below = _by_transposed(u00, n20, SOLVE) + _by_transposed(u10, n21, SOLVE)
-    u20 = _by_transposed(below, t22, SOLVE)
-    _store_solved(solved, u20, beta0, 0, 2, C, KEEP)
-    to2 = k2
-    if GATED:
-        to2 = k2 * tl.exp((at3 - sum2).to(tl.float32))
-        over = tl.exp((at3 - at2).to(tl.float32))
-        to0, to1 = to0 * over, to1 * over
-
-    c30, c31, c32, c33, a30, a31, a32, a33, own = _row_of_products(
-        q, q_step, x, x_step, k, k_step, left, 3, K, BK, NORM, PRECISION
-    )
-    if NORM:
-        k3, q3 = _over_length(a33, EPS), _over_length(own, EPS)
-    _store_row(factors, total, norm_q, norm_k, beta3, sum3, last, q3, k3, scale, 3, C, GATED, ERASE, NORM, KEEP)
-    strength, reading, within = beta3 * k3 if NORM else beta3, scale * q3, _within(sum3, k3, GATED)
-    _store_block(pairs, tl.where(lower, c33 * within * reading[:, None], 0.0), 3, 3, C)
-    t33, u33 = _inverse(tl.where(strictly, a33 * within * strength[:, None], 0.0), SOLVE)
-    _store_solved(solved, u33, beta3, 3, 3, C, KEEP)
-    if GATED:
-        since = tl.exp((sum3 - at3).to(tl.float32))
-        strength, reading = strength * since, reading * since
-    _store_block(pairs, _times(c30, reading, to0), 3, 0, C)
-    n30 = _times(a30, -strength, to0)
-    _store_block(pairs, _times(c31, reading, to1), 3, 1, C)
-    n31 = _times(a31, -strength, to1)
-    _store_block(pairs, _times(c32, reading, to2), 3, 2, C)
-    n32 = _times(a32, -strength, to2)
     below = _by_transposed(u22, n32, SOLVE)
     u32 = _by_transposed(below, t33, SOLVE)
-    _store_solved(solved, u32, beta2, 2, 3, C, KEEP)
+    below = _by_transposed(u00, n20, SOLVE) + _by_transposed(u10, n21, SOLVE)
+    u20 = _by_transposed(below, t22, SOLVE)
     below = _by_transposed(u11, n31, SOLVE) + _by_transposed(u21, n32, SOLVE)
     u31 = _by_transposed(below, t33, SOLVE)
-    _store_solved(solved, u31, beta1, 1, 3, C, KEEP)
     below = _by_transposed(u00, n30, SOLVE) + _by_transposed(u10, n31, SOLVE) + _by_transposed(u20, n32, SOLVE)
     u30 = _by_transposed(below, t33, SOLVE)
+    _store_solved(solved, u00, beta0, 0, 0, C, KEEP)
+    _store_solved(solved, u11, beta1, 1, 1, C, KEEP)
+    _store_solved(solved, u22, beta2, 2, 2, C, KEEP)
+    _store_solved(solved, u33, beta3, 3, 3, C, KEEP)
+    _store_solved(solved, u10, beta0, 0, 1, C, KEEP)
+    _store_solved(solved, u20, beta0, 0, 2, C, KEEP)
+    _store_solved(solved, u21, beta1, 1, 2, C, KEEP)
     _store_solved(solved, u30, beta0, 0, 3, C, KEEP)
+    _store_solved(solved, u31, beta1, 1, 3, C, KEEP)
+    _store_solved(solved, u32, beta2, 2, 3, C, KEEP)
 
 
 @triton.jit
@@ -400,7 +377,7 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
          H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
          BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
          PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
-         FOLD: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+         PRECISION: tl.constexpr):  # fmt: skip
     """Of one sequence, value head and block of value channels: all its chunks, one after the other.
 
     Steps' strides are constants, as a model's are, and need no registers.
@@ -452,14 +429,6 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
         live = (steps < left)[:, None] & inside[None, :]
         more = n + 1 < count
         next_at = tl.where(more, at + HV, at)
-        if AHEAD:
-            fetch_rows(k, k_step, left, C, 0, C, K)
-            fetch_rows(q, q_step, left, C, 0, C, K)
-            if ERASE:
-                fetch_rows(x, x_step, left, C, 0, C, K)
-            fetch_rows(v, v_step, left, C, block.to(tl.int32) * BV, C, BV)
-            fetch(pairs + next_at * SLOTS * C * C, 2 * C * C)
-            fetch(factors + next_at * 4 * C, 4 * C)
         # What comes last is loaded one chunk ahead, being alone too small to be copied in the background.
         over = after
         after = tl.load(kept + next_at)
@@ -467,58 +436,37 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
         pair = pairs + at * SLOTS * C * C + (steps[:, None] * C + steps[None, :])
         by_found, by_read = tl.load(factor), tl.load(factor + C)
         by_write = tl.load(factor + 2 * C)
-        if ERASE or FOLD:
-            x0 = tile(x if ERASE else k, x_step if ERASE else k_step, left, 0, BK0, C, K)
+        k0 = tile(k, k_step, left, 0, BK0, C, K)
+        x0 = tile(x, x_step, left, 0, BK0, C, K) if ERASE else k0
         q0 = tile(q, q_step, left, 0, BK0, C, K)
-        if FOLD:
-            k0 = columns_of(k, k_step, left, 0, BK0, C, K)
-        else:
-            k0 = tile(k, k_step, left, 0, BK0, C, K)
-            x0 = x0 if ERASE else k0
-            k0 = tl.trans(k0)
         value = tl.load(v + (steps[:, None] * v_step + columns[None, :]), mask=live, other=0.0)
         solved = tl.trans(tl.load(pair + C * C, mask=near <= far, other=0.0))
         reads = tl.load(pair, mask=near >= far, other=0.0)
         if KEEP:
             tl.store(starts + at * K * V + at0, s0.to(starts.dtype.element_ty), mask=mask0)
         state0 = s0.to(dtype)
-        found = tl.dot(scaled(x0, by_found[:, None], FOLD), state0, input_precision=PRECISION)
+        found = tl.dot(x0, state0, input_precision=PRECISION)
         if BK1 > 0:
-            if ERASE or FOLD:
-                x1 = tile(x if ERASE else k, x_step if ERASE else k_step, left, BK0, BK1, C, K)
+            k1 = tile(k, k_step, left, BK0, BK1, C, K)
+            x1 = tile(x, x_step, left, BK0, BK1, C, K) if ERASE else k1
             q1 = tile(q, q_step, left, BK0, BK1, C, K)
-            if FOLD:
-                k1 = columns_of(k, k_step, left, BK0, BK1, C, K)
-            else:
-                k1 = tile(k, k_step, left, BK0, BK1, C, K)
-                x1 = x1 if ERASE else k1
-                k1 = tl.trans(k1)
             if KEEP:
                 tl.store(starts + at * K * V + at1, s1.to(starts.dtype.element_ty), mask=mask1)
             state1 = s1.to(dtype)
-            found = tl.dot(scaled(x1, by_found[:, None], FOLD), state1, found, input_precision=PRECISION)
-        if not FOLD:
-            out = tl.dot(q0, state0, input_precision=PRECISION)
-            if BK1 > 0:
-                out = tl.dot(q1, state1, out, input_precision=PRECISION)
-            found *= by_found[:, None]
-        rest = value.to(tl.float32) - found
+            found = tl.dot(x1, state1, found, input_precision=PRECISION)
+        out = tl.dot(q0, state0, input_precision=PRECISION)
+        if BK1 > 0:
+            out = tl.dot(q1, state1, out, input_precision=PRECISION)
+        rest = value.to(tl.float32) - by_found[:, None] * found
         wide = tl.dot(solved, rest.to(dtype), input_precision=PRECISION)
         update = wide.to(dtype)
         if KEEP:
             tl.store(updates + at * C * V + (steps[:, None] * V + columns[None, :]), update, mask=inside[None, :])
-        written = update
-        if not FOLD:
-            out = tl.dot(reads, update, by_read[:, None] * out, input_precision=PRECISION)
-            written = (by_write[:, None] * wide).to(dtype)
-        s0 = tl.dot(scaled(k0, by_write[None, :], FOLD), written, over * s0, input_precision=PRECISION)
+        out = tl.dot(reads, update, by_read[:, None] * out, input_precision=PRECISION)
+        written = (by_write[:, None] * wide).to(dtype)
+        s0 = tl.dot(tl.trans(k0), written, over * s0, input_precision=PRECISION)
         if BK1 > 0:
-            s1 = tl.dot(scaled(k1, by_write[None, :], FOLD), written, over * s1, input_precision=PRECISION)
-        if FOLD:
-            out = tl.dot(scaled(q0, by_read[:, None], True), state0, input_precision=PRECISION)
-            if BK1 > 0:
-                out = tl.dot(scaled(q1, by_read[:, None], True), state1, out, input_precision=PRECISION)
-            out = tl.dot(reads, update, out, input_precision=PRECISION)
+            s1 = tl.dot(tl.trans(k1), written, over * s1, input_precision=PRECISION)
         tl.store(o + (steps[:, None] * o_step + columns[None, :]), out.to(o.dtype.element_ty), mask=live)
         q += C * q_step
         k += C * k_step
@@ -544,7 +492,7 @@ def walk_turned(q, k, x, v, o, pairs, factors, kept, initial, final, starts, upd
          H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
          BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
          PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
-         AHEAD: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+         PRECISION: tl.constexpr):  # fmt: skip
     """As `walk`, with everything but q, k and x turned around.
 
     The state is [BV, K]: as it leaves a product, so it enters the next one as its left operand, and so does U. Nothing
@@ -597,14 +545,6 @@ def walk_turned(q, k, x, v, o, pairs, factors, kept, initial, final, starts, upd
         live = (steps < left)[:, None] & inside[None, :]
         more = n + 1 < count
         next_at = tl.where(more, at + HV, at)
-        if AHEAD:
-            fetch_rows(k, k_step, left, C, 0, C, K)
-            fetch_rows(q, q_step, left, C, 0, C, K)
-            if ERASE:
-                fetch_rows(x, x_step, left, C, 0, C, K)
-            fetch_rows(v, v_step, left, C, block.to(tl.int32) * BV, C, BV)
-            fetch(pairs + next_at * SLOTS * C * C, 2 * C * C)
-            fetch(factors + next_at * 4 * C, 4 * C)
         # What comes last is loaded one chunk ahead, being alone too small to be copied in the background.
         over = after
         after = tl.load(kept + next_at)

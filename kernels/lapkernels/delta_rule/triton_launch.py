@@ -7,7 +7,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lapkernels._triton import is_interpreted
 from lapkernels.decoding.configs import power_of_two
 from lapkernels.delta_rule.reference import compute_dtype
 from lapkernels.delta_rule.triton_chunked import prepare, walk, walk_turned
@@ -18,28 +17,21 @@ CHUNK = 64
 
 
 class Tiles(NamedTuple):
-    """How the kernels are cut up.
+    """How the walk is cut up; `prepare` is always single warps.
 
     Attributes:
-        value_block: BV, channels of V that a program of the walk holds.
-        warps: of such a program.
+        value_block: BV, channels of V that a program holds.
+        warps: of a program.
         stages: of its loads.
         turned: whether it holds everything but q, k and x turned around (`walk_turned`).
-        fold: whether it multiplies rows of q, k and x by their factors, or their products with the state; only without
-            `turned`.
-        ahead: whether both kernels have the second cache fetch what they load later.
         registers: the most that its threads may have.
-        prepare_registers: the same of the other kernel, whose programs are single warps.
     """
 
     value_block: int
     warps: int
     stages: int
     turned: bool = False
-    fold: bool = False
-    ahead: bool = False
     registers: int | None = None
-    prepare_registers: int | None = None
 
 
 class Kept(NamedTuple):
@@ -197,7 +189,7 @@ def delta_rule_triton(
     shared = {
         "H": key_heads, "R": repeats, "K": key_width, "C": CHUNK, "ERASE": erase is not None,
         "ERASE_R": per_value_head, "PACKED": cu_seqlens is not None, "PRECISION": "ieee" if exact else "tf32",
-        "KEEP": keep, "AHEAD": tiles.ahead and not is_interpreted(),
+        "KEEP": keep,
     }  # fmt: skip
     first: Any = prepare[(all_chunks * value_heads,)]
     second: Any = (walk_turned if tiles.turned else walk)[
@@ -210,7 +202,7 @@ def delta_rule_triton(
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *gate.stride(), *beta.stride(), **shared,
             BK=min(16 if exact else 64, max(16, power_of_two(key_width))), GATED=g is not None, NORM=qk_l2norm,
             EPS=norm_eps, SOLVE=tl.float32 if exact else tl.float16,
-            num_warps=1, num_stages=1, maxnreg=tiles.prepare_registers,
+            num_warps=1, num_stages=1,
         )  # fmt: skip
         second(
             q, k, x, v, output, pairs, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
@@ -218,7 +210,6 @@ def delta_rule_triton(
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *output.stride()[:3], **shared,
             V=value_width, BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
             FINAL=final_state,
-            **({} if tiles.turned else {"FOLD": tiles.fold}),
             num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
         )  # fmt: skip
     everything = Kept(total, pairs, factors, kept, norms, starts, updates) if keep else None
