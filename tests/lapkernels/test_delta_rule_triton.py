@@ -38,7 +38,8 @@ def interpreted(program: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "dtype", "half"),
-    [("cases", "torch.float32", 0), ("cases", "torch.float32", 1)]
+    [("cases", "torch.float32", 0), ("cases", "torch.float32", 1), ("cases", "torch.float16", 1)]
+    + [("packed", "torch.float16", 0)]  # Half precision has a walk of its own.
     + [(part, "torch.float32", 0) for part in PARTS if part != "cases"],
 )
 def test_the_kernels_interpreted(part, dtype, half):
