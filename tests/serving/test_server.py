@@ -2,9 +2,13 @@
 
 import itertools
 import os
+import shlex
+import shutil
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,8 +30,6 @@ PROMPTS = ["x", "To be, or not", "naïve 🙂", "a" * 200, "The old man", "sea "
 @pytest.fixture(scope="module")
 def model(folder, tmp_path_factory):
     """The tiny model, with a chat template."""
-    import shutil
-
     copy = tmp_path_factory.mktemp("chatting") / "tiny-chat"
     shutil.copytree(folder, copy)
     (copy / "chat_template.jinja").write_text(TEMPLATE)
@@ -220,6 +222,18 @@ def test_neutral_values_are_taken(server):
     neutral = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0.0}
     fields = {**neutral, "logit_bias": {}, "user": "me", "stop": None, "seed": None, "logprobs": None, "top_k": -1}
     assert server.send(PATH, {"prompt": "x", "max_tokens": 1, "model": "tiny-chat", **fields}).status == 200
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_curl_lines_of_the_page(server):
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    lines = [line.strip() for line in page.splitlines() if line.startswith("    curl ")]
+    assert len(lines) == 6
+    for line in lines:
+        command = shlex.split(line.replace(":8000", f":{server.port}"))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, (line, done.stderr)
+        assert done.stdout
 
 
 def test_the_client_of_openai(server, offline):
