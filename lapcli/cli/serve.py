@@ -165,6 +165,7 @@ def run(
 def _serve(running: "Running", source: "ModelSource", *, as_json: bool, quiet: bool) -> None:
     """Serve, and say where once there is an engine."""
     import asyncio
+    import gc
 
     from lapcli.cli import display
     from lapcli.serving.logs import log_libraries
@@ -180,6 +181,8 @@ def _serve(running: "Running", source: "ModelSource", *, as_json: bool, quiet: b
         )
 
     log_libraries()
+    # The libraries' million objects would let Python look for garbage among the old ones far too rarely.
+    gc.freeze()
     asyncio.run(running.run(started))
 
 

@@ -29,7 +29,7 @@ class EngineLoop:
     """Decodes what it is told to, until it is told to stop.
 
     When memory runs out, the step is done again with less: a shorter piece of a prompt, or half of the rows, the others
-    waiting; later more is tried again. Only a request that does not fit alone fails.
+    waiting; later more is tried again. Only a request that does not fit alone, twice, fails.
 
     Args:
         batch: where requests are rows.
@@ -42,9 +42,9 @@ class EngineLoop:
         self._piece, self._together = batch.piece, batch.together
         self._requests: dict[int, str] = {}
         self._rows: dict[str, int] = {}
-        self._calm = 0
-        self._shrunk = 0
-        self._steps = 0
+        self._calm = self._shrunk = self._steps = 0
+        # The row that failed alone, since when no step was done.
+        self._failed: int | None = None
         self._said = 0.0
 
     def run(self) -> None:
@@ -83,6 +83,8 @@ class EngineLoop:
                 raise
             self._need_less(str(error).partition("\n")[0])
             return []
+        if self.batch.active:
+            self._failed = None
         self._steps += 1
         self._calm += 1
         if self._calm >= _CALM:
@@ -106,6 +108,9 @@ class EngineLoop:
         else:
             # What is under way goes first.
             alone, batch.most = batch.active == 0 and batch.most == 1, max(1, batch.active)
+        row = batch.first_waiting
+        gives_up = alone and row == self._failed
+        self._failed = row if alone else None
         log(
             "out of memory",
             "warning",
@@ -113,10 +118,9 @@ class EngineLoop:
             rows_of_step=batch.failed,
             rows_at_most=batch.most,
             piece=batch.piece,
-            gives_up_one=alone,
+            gives_up_one=gives_up,
         )
-        row = batch.first_waiting
-        if alone and row is not None:
+        if gives_up and row is not None:
             request = self._requests[row]
             self._forget(batch.cancel(row))
             self.send({"op": "failed", "id": request, "kind": "memory", "message": f"out of memory: {why}"})

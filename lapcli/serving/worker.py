@@ -1,5 +1,6 @@
 """The engine process: `python -m lapcli.serving.worker FD`, with a socket to the front under that descriptor."""
 
+import gc
 import os
 import signal
 import socket
@@ -57,6 +58,8 @@ def main() -> None:
         return
     from lapcli.serving.loop import EngineLoop
 
+    # The libraries' million objects would let Python look for garbage among the old ones far too rarely.
+    gc.freeze()
     loop = EngineLoop(batch, take, send)
     try:
         send({"op": "ready", **facts, "stats": loop.stats()})
