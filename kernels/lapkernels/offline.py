@@ -30,7 +30,7 @@ class Resources(NamedTuple):
     shared: int
     warps: int
 
-    def programs(self, registers: int = 65536, shared: int = 227 * 1024) -> int:
+    def programs(self, registers: int = 65536, shared: int = 228 * 1024) -> int:
         """How many programs a multiprocessor with so many registers and bytes can hold at once; Hopper's by default."""
         # Registers are given out by 256 a warp, and each program has 1 KiB of shared memory for the system.
         by_registers = registers // (self.warps * -(-self.registers * 32 // 256) * 256)

@@ -46,18 +46,17 @@ def test_the_kernels_interpreted(part, dtype, half):
     interpreted(PARTS[part].format(dtype=dtype, half=half))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_they_compile_for_hopper(dtype):
+def test_they_compile_for_hopper():
     """All of them, forward and backward, without a GPU: what the interpreter takes, the compiler may refuse."""
-    program = f"""
+    program = """
         import torch
         from lapkernels.offline import compile_only
         from lapkernels.testing import delta_rule_inputs, output_state_and_gradients
         from lapkernels.testing_chunks import run
         compiled = compile_only(90)
         inputs = delta_rule_inputs(time=70, key_width=16, value_width=16, state=True, gate=0.1)
-        output_state_and_gradients(run, inputs.to(torch.{dtype}))
-        assert len({{kernel.metadata.name for kernel in compiled}}) == 6, compiled
+        output_state_and_gradients(run, inputs.to(torch.bfloat16))
+        assert len({kernel.metadata.name for kernel in compiled}) == 6, compiled
         """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

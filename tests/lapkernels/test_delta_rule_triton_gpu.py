@@ -24,15 +24,7 @@ if torch.cuda.is_available():
 else:
     CASES = {}
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _true_fp32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
 @DTYPES

@@ -21,6 +21,9 @@ def why_unavailable(device: torch.device, dtype: torch.dtype, key_width: int) ->
         return f"there is no Triton kernel of the delta rule for {dtype}"
     if is_interpreted() and dtype == torch.bfloat16:
         return "triton's interpreter multiplies bfloat16 wrongly"
+    if dtype == torch.float32 and not is_interpreted():
+        # Without tensor cores, spilled registers, 40 s of compiling: it is there so that the interpreter can be exact.
+        return "compiled, the Triton kernels are for half precision; fp32 has the chunked form in PyTorch"
     if key_width > WIDEST_KEY:
         return f"the Triton kernels take keys up to {WIDEST_KEY} wide, not {key_width}"
     return None
