@@ -16,7 +16,7 @@ from lapcli.runtime.prefill import OwnPrefiller
 from lapcli.runtime.sampling import Mode, mode_of
 from lapcli.runtime.settings import DecodePath, Event, GenerationSettings
 from lapcli.runtime.steps import Steps
-from lapkernels.delta_step import select_impl, why_not
+from lapkernels.delta_step import why_not
 from lapkernels.thin_linear import select_impl as select_thin
 
 KERNELS = ("auto", "reference", "chunked", "triton", "fla")
@@ -113,7 +113,7 @@ class Engine:
         why = why_no_plan(model)
         self.plan: Plan | EagerPlan = make_plan(model, room) if why is None else EagerPlan(model)
         # What waits for the host cannot be captured: the library's own pass, and steps in PyTorch.
-        graphs = graphs and why is None and state_kernel(self.device, self.dtype, impl) == "triton"
+        graphs = graphs and why is None and self._step_kernel(impl) == "triton"
         if isinstance(self.plan, Plan):
             compiled = select_thin(self.device, self.dtype).name == "triton"
             self.plan.thin = (THIN_ROWS if compiled else 0) if thin is None else thin
@@ -437,11 +437,24 @@ class Engine:
 
     def _fused_path(self, impl: str, graphs: bool) -> DecodePath:
         """What is fused, in a few words."""
-        parts = [_counted(len(self.plan.recurrent), "layer with a state", "layers with a state")]
-        if self.plan.attention:
-            parts.append(_counted(len(self.plan.attention), "attention layer", "attention layers"))
+        parts = [
+            _counted(len(pools), *names)
+            for pools, names in (
+                (self.plan.recurrent, ("layer with a state", "layers with a state")),
+                (self.plan.attention, ("attention layer", "attention layers")),
+            )
+            if pools
+        ]
         why = "" if self.device.type == "cuda" else "; without a GPU they run in PyTorch"
-        return DecodePath("fused", state_kernel(self.device, self.dtype, impl), graphs, ", ".join(parts) + why)
+        return DecodePath("fused", self._step_kernel(impl), graphs, ", ".join(parts) + why)
+
+    def _step_kernel(self, impl: str) -> str:
+        """What runs the steps of states, or of attention where nothing has a state; the slowest where they differ."""
+        if impl != "auto":
+            return impl
+        assert isinstance(self.plan, Plan)
+        found = {select(self.device, self.dtype).name for select in self.plan.kernels}
+        return next(iter(found)) if len(found) == 1 else "reference"
 
     def _longest(self, slots: Sequence[int]) -> int:
         return max(self.slots.positions[slot] for slot in slots) + 1
@@ -488,8 +501,3 @@ def _counted(count: int, one: str, many: str) -> str:
 def prefill_kernel(kernel: str) -> str:
     """What of `--kernel` is for the prefill of lapcli's own models."""
     return "auto" if kernel == "triton" else kernel
-
-
-def state_kernel(device: torch.device, dtype: torch.dtype, impl: str) -> str:
-    """What runs the step of a state on a device."""
-    return select_impl(device, dtype).name if impl == "auto" else impl

@@ -86,11 +86,32 @@ class Norm:
         return total, normed.to(dtype)
 
 
-def fused(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+class LayerNorm(Norm):
+    """`(x - mean) / std * weight + bias`, by PyTorch.
+
+    Args:
+        module: the library's.
+    """
+
+    def __init__(self, module: nn.LayerNorm):
+        self.module = module
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Normalise `[.., D]`, into `dtype`."""
+        return self.module(x).to(dtype)
+
+    def after(self, x: Tensor, change: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`x + change` in x's dtype, and its norm in `dtype`."""
+        total = x + change
+        return total, self(total, dtype)
+
+
+def fused(linears: Sequence[nn.Linear], own_bias: Sequence[nn.Linear] = ()) -> tuple[Tensor, Tensor | None]:
     """The weights of linear layers of one input below each other, as one matrix; the layers become views of it.
 
     Args:
         linears: layers of one input; either all or none has a bias.
+        own_bias: those among them whose bias, if any, is left out.
 
     Returns:
         `[rows of all, up to a multiple, D]`, the padding zero, and the bias likewise.
@@ -105,7 +126,7 @@ def fused(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         part = slice(start, start + count)
         whole[part].copy_(linear.weight.detach())
         linear.weight.data = whole[part]
-        if bias is not None:
+        if bias is not None and not any(linear is other for other in own_bias):
             bias[part].copy_(linear.bias.detach())
             linear.bias.data = bias[part]
         start += count
@@ -279,13 +300,13 @@ class GatedMlp:
 
     Args:
         gate: the projection whose output goes through SiLU.
-        up: the other.
+        up: the other; `None` where `gate` has both, one behind the other.
         down: back to D.
     """
 
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear):
-        self.width, self.down = gate.out_features, down
-        self.weight, self.bias = fused((gate, up))
+    def __init__(self, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear):
+        self.width, self.down = gate.out_features if up is not None else gate.out_features // 2, down
+        self.weight, self.bias = fused((gate,) if up is None else (gate, up))
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """`[B, D]` to the same."""
@@ -320,6 +341,27 @@ class Head:
         """The same with the norm."""
         logits = thin_linear(x, self.linear.weight, self.linear.bias, norm=norm.normed, scale=self.scale, ready=True)
         return logits.float() if self.widened else logits
+
+
+class Sum:
+    """Parts of one input, added: each with a factor on its input and one on its output.
+
+    Args:
+        parts: factor before, part, factor behind.
+    """
+
+    def __init__(self, *parts: tuple[float, Part, float]):
+        self.parts = parts
+
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """`[B, D]` to the same."""
+        found: Tensor | None = None
+        for before, part, behind in self.parts:
+            each = part(hidden if before == 1.0 else hidden * before, rows)
+            each = each if behind == 1.0 else each * behind
+            found = each if found is None else found + each
+        assert found is not None
+        return found
 
 
 class LibraryModule:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapcli.runtime.layers import GatedMlp, Head, LibraryModule, Norm, Part, Rows, fused, laid_by_tap
+from lapcli.runtime.layers import GatedMlp, Head, LibraryModule, Norm, Part, Rows, Sum, fused, laid_by_tap
 from lapcli.runtime.library_models import Builder, mlp, norm
 from lapcli.runtime.pools import RecurrentPool, RecurrentShape
 from lapkernels.ssd_step import ConvState, ssd_step
@@ -126,27 +126,6 @@ def mamba_mixer(build: Builder, module: Any) -> SsdMixer:
         ),
     )
     return SsdMixer(pool, module, heads, build.room.impl)
-
-
-class Sum:
-    """Parts of one input, added: each with a factor on its input and one on its output.
-
-    Args:
-        parts: factor before, part, factor behind.
-    """
-
-    def __init__(self, *parts: tuple[float, Part, float]):
-        self.parts = parts
-
-    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """`[B, D]` to the same."""
-        found: Tensor | None = None
-        for before, part, behind in self.parts:
-            each = part(hidden if before == 1.0 else hidden * before, rows)
-            each = each if behind == 1.0 else each * behind
-            found = each if found is None else found + each
-        assert found is not None
-        return found
 
 
 def mamba2_plan(model: Any, room: "Room") -> "Plan":

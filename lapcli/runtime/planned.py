@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lapcli.runtime.library_models import kimi_plan, olmo_plan, qwen_plan, text_config
+from lapcli.runtime.llama_models import TRANSFORMERS, why_not_llama
 from lapcli.runtime.mamba import bamba_plan, falcon_plan, granite_plan, mamba2_plan, nemotron_plan, zamba2_plan
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ PLANS: dict[str, Callable[[Any, "Room"], "Plan"]] = {
     "granitemoehybrid": granite_plan,
     "nemotron_h": nemotron_plan,
     "zamba2": zamba2_plan,
+    **TRANSFORMERS,
 }
 """By the `model_type` of the language model's part."""
 
@@ -38,4 +40,4 @@ def why_not_library(model: Any) -> str | None:
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
     if "dynamic" in kind or kind == "longrope":
         return f"its rotary embedding ({kind}) depends on the row's length"
-    return None
+    return why_not_llama(model) if config.model_type in TRANSFORMERS else None

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from lapcli.errors import ModelError
-from lapcli.runtime.layers import DirectPart, Head, Norm, Part, Rows
+from lapcli.runtime.layers import DirectPart, Head, LayerNorm, Norm, Part, Rows
 from lapcli.runtime.pools import AttentionPool, RecurrentPool
 from lapcli.runtime.prefill import Prefiller
+from lapkernels.delta_rule import Choice
+from lapkernels.delta_step import select_impl as select_delta
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Plan:
         residual_dtype: of the stream between sublayers; `None` for the embedding's.
         together: rows of one prefill, at most.
         thin: rows of a step, at most, whose norms and sums are done within products.
+        kernels: of each operator that keeps something of a row, what chooses its implementation.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -67,6 +70,7 @@ class Plan:
     residual_dtype: torch.dtype | None = None
     together: int = 256
     thin: int = 0
+    kernels: tuple[Callable[[torch.device, torch.dtype], Choice], ...] = (select_delta,)
 
     def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
         """One step: tokens `[B]` to logits `[B, vocabulary]`."""
@@ -87,7 +91,7 @@ class Plan:
                 change = sub.after(change, dtype)
             if sub.scale != 1.0:
                 change = change * sub.scale
-        if thin:
+        if thin and not isinstance(self.final, LayerNorm):
             return self.head.direct(x if change is None else x + change, self.final)
         _, hidden = _normed(x, change, self.final, dtype)
         return self.head(hidden)

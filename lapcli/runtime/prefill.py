@@ -107,26 +107,35 @@ class LibraryPrefiller:
 
     def store(self, cache: Any, row: int, slot: int, position: int) -> None:
         """Put one row of a cache into a slot."""
-        for layer, pool in self.recurrent.items():
-            held = cache.layers[layer]
-            past = held.conv_states[0][row].transpose(0, 1)[-pool.shape.past :]
-            pool.write(slot, position, held.recurrent_states[0][row], past)
+        for layer in self.recurrent:
+            self.store_state(cache, layer, row, slot, position)
         for layer, pool in self.attention.items():
             held = cache.layers[layer]
             pool.write(slot, position, held.keys[row], held.values[row])
 
+    def store_state(self, cache: Any, layer: int, row: int, slot: int, position: int) -> None:
+        """Put one row's state of a layer into a slot."""
+        pool, held = self.recurrent[layer], cache.layers[layer]
+        past = held.conv_states[0][row].transpose(0, 1)[-pool.shape.past :]
+        pool.write(slot, position, held.recurrent_states[0][row], past)
+
     def restore(self, slot: int, position: int) -> Any:
         """A cache of one row with what lies in a slot."""
         cache = self.cache()
-        for layer, pool in self.recurrent.items():
-            state, past = pool.read(slot, position)
-            inputs = past.transpose(0, 1).unsqueeze(0)
-            cache.layers[layer].update_conv_state(inputs, conv_kernel_size=pool.shape.past + 1)
-            cache.layers[layer].update_recurrent_state(state.unsqueeze(0))
+        for layer in self.recurrent:
+            self.restore_state(cache, layer, slot, position)
         for layer, pool in self.attention.items():
             keys, values = pool.read(slot, position)
             cache.layers[layer].update(keys.unsqueeze(0), values.unsqueeze(0))
         return cache
+
+    def restore_state(self, cache: Any, layer: int, slot: int, position: int) -> None:
+        """Let a cache of one row hold a layer's state that lies in a slot."""
+        pool = self.recurrent[layer]
+        state, past = pool.read(slot, position)
+        inputs = past.transpose(0, 1).unsqueeze(0)
+        cache.layers[layer].update_conv_state(inputs, conv_kernel_size=pool.shape.past + 1)
+        cache.layers[layer].update_recurrent_state(state.unsqueeze(0))
 
 
 def cache_argument(forward: Any) -> str:

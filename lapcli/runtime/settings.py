@@ -58,7 +58,7 @@ class DecodePath(NamedTuple):
     Attributes:
         name: `fused` (lapcli's fused steps), `library` (the library's forward pass over static states) or `eager` (the
             library's forward pass and its own cache, row by row).
-        kernel: which implementation of the state's step.
+        kernel: which implementation of the state's step, or of the attention's where nothing has a state.
         graph: whether CUDA graphs are replayed.
         reason: why it is not a faster one, or what is fused.
     """
@@ -77,7 +77,7 @@ class DecodePath(NamedTuple):
         how = {"fused": "fused steps", "library": "the library's layers over static states"}.get(
             self.name, "the library's forward pass, row by row"
         )
-        kernel = "" if self.name == "eager" else f", state kernel: {self.kernel}"
+        kernel = "" if self.name == "eager" else f", step kernel: {self.kernel}"
         return f"decoding: {how}{kernel}, {'CUDA graphs' if self.graph else 'no CUDA graphs'} ({self.reason})"
 
 

@@ -32,7 +32,7 @@ def test_text_on_stdout_and_all_else_on_stderr(lapcli, tiny):
     code, out, err = lapcli("generate", "To be", "--model", tiny, "--max-new-tokens", "12", "--ignore-eos")
     assert code == 0, err
     assert out == greedy(tiny, "To be", 12) + "\n"
-    assert sum(line.startswith("decoding: fused steps, state kernel: reference") for line in err.splitlines()) == 1
+    assert sum(line.startswith("decoding: fused steps, step kernel: reference") for line in err.splitlines()) == 1
     assert "12 tokens in" in err
     assert "tokens/s" in err
     assert "ended by: length" in err
