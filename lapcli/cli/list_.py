@@ -71,6 +71,12 @@ def _recipes() -> tuple[list[str], list[list[str]]]:
 
 
 def _models() -> tuple[list[str], list[list[str]]]:
-    from lapcli.families.source import demo_models
+    from lapcli.cli.display import size
+    from lapcli.families.source import demo_models, resolve_model
 
-    return ["model", "directory"], [[name, str(path)] for name, path in demo_models().items()]
+    return ["model", "type", "weights", "directory"], [
+        [name, str(source.config.get("model_type")), size(sum(header.path.stat().st_size for header in source.headers)),
+         str(path)]
+        for name, path in demo_models().items()
+        for source in [resolve_model(name)]
+    ]  # fmt: skip

@@ -3,12 +3,14 @@
 The module under test is a script, so it is found beside the repository's packages.
 """
 
+import argparse
 import json
 import lzma
 import random
 import shutil
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -18,25 +20,32 @@ import lapcli
 from lapcli.data.builtin import heldout_builtin_text
 from lapcli.data.overlap import HeldOutIndex, paragraphs_of
 from lapcli.shipped import shipped_recipes
+from lapcli.testing.models import tiny_gated_deltanet, tiny_qdelta
 
 sys.path.append(str(Path(lapcli.__file__).resolve().parents[1] / "scripts"))
 
 import query_feedback_study as study
+from query_feedback import commands, recovering, throughput, variants
 
 PAGE = f"# Page\n\nbefore\n\n{study.BEGIN}\nold\n{study.END}\n\nafter\n"
 
 
-def line(variant, seed, *, tokens=1000, limit=10, text="a" * 64, date="2026-11-30", ppl=30.0, recall=0.5):
+def rows_of(ppl, recall, lengths=(512, 2048)):
     rows = [{"task": "builtin", "metric": "token_perplexity", "length": None, "values": {"model": {"value": ppl}}}]
     rows.append({"task": "builtin", "metric": "bits_per_byte", "length": None, "values": {"model": {"value": 1.0}}})
     rows += [
         {"task": task, "metric": "string_match", "length": length, "values": {"model": {"value": recall}}}
         for task in study.NEEDLES
-        for length in (512, 2048)
+        for length in lengths
     ]
+    return rows
+
+
+def line(variant, seed, *, tokens=1000, limit=10, text="a" * 64, date="2026-11-30", ppl=30.0, recall=0.5):
     return {
         "variant": variant, "seed": seed, "tokens": tokens, "text": text, "limit": limit, "date": date, "machine": "M",
-        "commands": ["lapcli train X", "lapcli eval Y"], "training": {"after": {"cross_entropy": 3.0}}, "rows": rows,
+        "commands": ["lapcli train X", "lapcli eval Y"], "training": {"after": {"cross_entropy": 3.0}},
+        "rows": rows_of(ppl, recall),
     }  # fmt: skip
 
 
@@ -141,10 +150,10 @@ def started(tmp_path, monkeypatch):
             (run / "evaluation.json").write_text(json.dumps({"rows": rows, "versions": {}}))
         return 1.0
 
-    monkeypatch.setattr(study.Study, "_lapcli", pretend)
+    monkeypatch.setattr(study.Study, "lapcli", pretend)
     monkeypatch.setattr(study, "recall_shard", lambda *_: "")
-    monkeypatch.setattr(study, "ProcessPoolExecutor", study.ThreadPoolExecutor)
-    monkeypatch.setattr(study.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(study, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
 
     def run(*more):
         begun.clear()
@@ -180,17 +189,17 @@ def test_what_is_there_is_not_run_again(started, tmp_path):
 
 
 def test_one_that_fails_or_is_cut_short_leaves_no_line(started, monkeypatch):
-    pretend = study.Study._lapcli
+    pretend = study.Study.lapcli
 
     def failing(self, gpu, *arguments):
         if "train/small-qdelta" in arguments:
             raise RuntimeError("no room")
         return pretend(self, gpu, *arguments)
 
-    monkeypatch.setattr(study.Study, "_lapcli", failing)
+    monkeypatch.setattr(study.Study, "lapcli", failing)
     assert started("--seeds", "0")[0] == 1
     assert [each["variant"] for each in study.read_lines(started.output)] == ["gdn"]
-    monkeypatch.setattr(study.Study, "_lapcli", lambda *_: None)
+    monkeypatch.setattr(study.Study, "lapcli", lambda *_: None)
     assert started("--seeds", "0")[0] == 1
     assert len(study.read_lines(started.output)) == 1
 
@@ -203,22 +212,22 @@ def test_the_end_of_time_reaches_what_runs_and_nothing_begins_after(tmp_path, mo
         "time.sleep(60)"
     )
     sleeper = [sys.executable, "-c", program]
-    real = study.subprocess.Popen
+    real = commands.subprocess.Popen
     ready = threading.Event()
 
     def popen(_command, **options):
-        process = real(sleeper, **{**options, "stdout": study.subprocess.PIPE})
+        process = real(sleeper, **{**options, "stdout": commands.subprocess.PIPE})
         process.stdout.readline()
         ready.set()
         return process
 
-    monkeypatch.setattr(study.subprocess, "Popen", popen)
-    options = study.argparse.Namespace(work=tmp_path, text=Path(__file__), gpus=0)
+    monkeypatch.setattr(commands.subprocess, "Popen", popen)
+    options = argparse.Namespace(work=tmp_path, text=Path(__file__), gpus=0)
     under_way = study.Study(options)
     threading.Thread(target=lambda: (ready.wait(20), under_way.end())).start()
-    assert under_way._lapcli(0, "train") is None
+    assert under_way.lapcli(0, "train") is None
     ready.clear()
-    assert under_way._lapcli(0, "train") is None
+    assert under_way.lapcli(0, "train") is None
     assert not ready.is_set()
 
 
@@ -253,3 +262,252 @@ def test_recall_documents_follow_from_the_shard_alone(tmp_path):
     documents = [json.loads(each)["text"] for each in first.splitlines()]
     assert 20_000 <= sum(map(len, documents)) < 25_000
     assert len({len(document) // 500 for document in documents}) > 2
+
+
+def prompts(variant, length, rate, **more):
+    seconds = 2 * length / rate
+    return {
+        "kind": "throughput", "variant": variant, "length": length, "batch": 2, "dtype": "bfloat16", "machine": "M",
+        "date": "2026-11-30", "command": "lapcli bench prefill", "seconds": seconds, "tokens_per_second": rate,
+        "trials": [seconds, 1.1 * seconds], "detail": "kernel: fla", **more,
+    }  # fmt: skip
+
+
+def test_throughput_stands_beside_the_base(runs):
+    before = study.write([runs])
+    for variant, rate in (("gdn", 50_000.0), ("qdelta", 40_000.0)):
+        study.add_line(runs, prompts(variant, 2048, rate))
+    study.add_line(runs, prompts("gdn", 4096, 60_000.0))
+    table = study.write([runs])
+    assert table.startswith(before)
+    assert cells(table, study.VARIANTS["gdn"])[1] == ["50", "60"]
+    assert cells(table, study.VARIANTS["qdelta"])[2] == ["40 (0.80)", "not measured"]
+    assert "within 10.0% of it" in table
+    # A second measurement on the same machine takes the place of the first, one on another machine stands beside it.
+    study.add_line(runs, prompts("gdn", 2048, 80_000.0))
+    study.add_line(runs, prompts("gdn", 2048, 10_000.0, machine="N"))
+    shown = [row for row in cells(study.write([runs]), study.VARIANTS["gdn"]) if len(row) < 3]
+    assert shown == [["80", "60"], ["10"]]
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """`throughput` with a stand-in for `lapcli bench`, which finds no time for prompts of 200."""
+    begun = []
+
+    def pretend(self, gpu, *arguments):
+        begun.append(arguments)
+        option = {
+            name: arguments[arguments.index(name) + 1] for name in ("--config", "--tokens", "--batch", "--output")
+        }
+        rows = [
+            {"model": Path(config).stem, "tokens": int(length), "batch": int(option["--batch"]), "detail": "",
+             "status": "no time" if length == "200" else "measured", "seconds": 1.0, "trials": [1.0], "repeats": 1,
+             "error_share": 0.1, "peak_bytes": None, "tokens_per_second": float(length)}
+            for length in option["--tokens"].split(",") for config in option["--config"].split(",")
+        ]  # fmt: skip
+        Path(option["--output"]).write_text(json.dumps({"rows": rows}))
+        return 1.0
+
+    monkeypatch.setattr(throughput.Throughput, "lapcli", pretend)
+    monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
+
+    def run(*more):
+        begun.clear()
+        with pytest.raises(SystemExit) as ended:
+            study.main(["throughput", "--work", str(tmp_path / "work"), "--output", str(tmp_path / "out.jsonl"),
+                        "--variants", "gdn,qdelta", *more])  # fmt: skip
+        return ended.value.code, list(begun)
+
+    run.output = tmp_path / "out.jsonl"
+    return run
+
+
+def test_prompts_that_are_measured_are_not_measured_again(bench, tmp_path):
+    assert bench("--prompts", "100")[0] == 0
+    code, begun = bench("--prompts", "100,200")
+    # Those of 200 came to nothing, which is said by the code; the next call tries them, and nothing else.
+    assert code == 1
+    assert [arguments[arguments.index("--tokens") + 1] for arguments in begun] == ["200"]
+    assert [(each["variant"], each["length"]) for each in study.read_lines(bench.output)] == [
+        ("gdn", 100), ("qdelta", 100)
+    ]  # fmt: skip
+    assert bench("--prompts", "100") == (0, [])
+    # In each dtype it is another measurement.
+    assert len(bench("--prompts", "100", "--dtype", "float32")[1]) == 1
+    config = json.loads((tmp_path / "work" / "throughput" / "qdelta.json").read_text())
+    assert (config["model_type"], config["vocab_size"], config["hidden_size"]) == ("qdelta", 4096, 256)
+    assert config["max_position_embeddings"] >= 100
+
+
+def recovered(arm, seed, recall, *, method="l1", digest="d", ppl=30.0, tokens=5000, lengths=(512, 2048)):
+    trained = arm in variants.TRAINED
+    return {
+        "kind": "recovery", "base": "demo:gdn", "digest": digest, "method": method, "ratio": "0.5" if method else "0",
+        "arm": arm, "seed": seed, "tokens": tokens if trained else 0, "text": "a" * 64 if trained else "", "limit": 10,
+        "machine": "M", "date": "2026-11-30", "commands": [f"lapcli recover {arm}"],
+        "rows": rows_of(ppl, recall, lengths),
+    }  # fmt: skip
+
+
+def test_recall_that_returns_is_counted_from_what_pruning_took(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    study.add_line(path, recovered("base", 0, 0.9, method=""))
+    study.add_line(path, recovered("sliced", 0, 0.1))
+    for seed in range(3):
+        study.add_line(path, recovered("control", seed, 0.95, method=""))
+        study.add_line(path, recovered("plain", seed, 0.5 + 0.1 * seed, ppl=25.0))
+        study.add_line(path, recovered("feedback", seed, 0.58 + 0.12 * seed, ppl=24.0))
+    table = study.write([path])
+    nothing, cut = cells(table, "nothing"), cells(table, "l1")
+    assert [row[:2] for row in nothing] == [["unpruned, as it is", "–"], ["unpruned, trained alike", "3"]]
+    assert nothing[0][2:4] == ["30.00", "0.900"]
+    assert [row[0] for row in cut[:3]] == [
+        "pruned, not recovered",
+        variants.TRAINED["plain"],
+        variants.TRAINED["feedback"],
+    ]
+    gaps = [0.08, 0.1, 0.12]
+    assert cut[3][:3] == ["3", "-1.00 ± 0.00", f"+{mean(gaps):.3f} ± {stdev(gaps) / 3**0.5:.3f}"]
+    # (0.6 - 0.1) / (0.9 - 0.1) = 0.625 without, (0.7 - 0.1) / 0.8 = 0.75 with feedback.
+    assert cut[4] == [variants.TRAINED["plain"], "3", f"{0.625:.2f} ± {stdev([0.5, 0.625, 0.75]):.2f}"]
+    assert cut[5][2].startswith(f"{0.75:.2f} ± ")
+    assert "5,000 tokens of recovery" in table
+    # Another budget is another table, which has the same untrained models.
+    study.add_line(path, recovered("plain", 0, 0.3, tokens=6000))
+    assert [row[0] for row in cells(study.write([path]), "l1")].count("pruned, not recovered") == 2
+
+
+def test_a_model_that_pruning_took_nothing_from_has_no_share(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    for arm, method in (("base", ""), ("sliced", "l1"), ("plain", "l1")):
+        study.add_line(path, recovered(arm, 0, 0.0, method=method))
+    assert "Of the recall" not in study.write([path])
+
+
+@pytest.fixture
+def recoveries(tmp_path, monkeypatch):
+    """`recover` with a stand-in for lapcli, and the commands that it started, without the calibration."""
+    begun, failing = [], []
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "The mill stood near the river."}) + "\n")
+
+    def pretend(self, gpu, *arguments):
+        if any(set(words) <= set(arguments) for words in failing):
+            raise RuntimeError("no room")
+        run = Path(arguments[arguments.index("--run") + 1])
+        run.mkdir(parents=True, exist_ok=True)
+        if arguments[0] == "calibrate":
+            (run / "calibration.safetensors").touch()
+            return 1.0
+        begun.append(arguments)
+        if arguments[0] == "recover":
+            folder = run / ("recovery-control" if "--control" in arguments else "recovery")
+            folder.mkdir(exist_ok=True)
+            (folder / "recovery.json").write_text(json.dumps({"record": {"step": 3, "tokens": 5}}))
+        if arguments[0] == "eval":
+            (run / "evaluation.json").write_text(json.dumps({"rows": rows_of(1.0, 0.5), "versions": {}}))
+        return 1.0
+
+    monkeypatch.setattr(recovering.Recoveries, "lapcli", pretend)
+    monkeypatch.setattr(study, "recall_shard", lambda *_: "")
+    monkeypatch.setattr(study, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
+
+    def run(*more):
+        begun.clear()
+        with pytest.raises(SystemExit) as ended:
+            study.main(["recover", "--work", str(tmp_path / "work"), "--text", str(text), "--output",
+                        str(tmp_path / "out.jsonl"), "--tokens", "100000", "--methods", "l1", *more])  # fmt: skip
+        return ended.value.code, list(begun)
+
+    run.output, run.failing = tmp_path / "out.jsonl", failing
+    return run
+
+
+def test_one_budget_for_all_arms_and_what_is_there_is_not_done_again(recoveries):
+    code, begun = recoveries("--seeds", "0,1")
+    assert code == 0
+    trained = [arguments for arguments in begun if arguments[0] == "recover"]
+    assert len(trained) == 6
+    # 100 000 tokens in steps of 64 rows of 1024 are two; feedback differs from none in its flag and its place.
+    shared = {tuple(arguments[: arguments.index("--seed")]) for arguments in trained}
+    assert len(shared) == 1
+    assert " --steps 2 " in " ".join(*shared)
+    assert sum("--add-query-feedback" in arguments for arguments in trained) == 2
+    assert all(("--control" in arguments) == ("--teacher" in arguments) for arguments in trained)
+    # The base and the slice are measured once, for l1 draws nothing.
+    lines = study.read_lines(recoveries.output)
+    assert sorted((each["arm"], each["seed"]) for each in lines) == [
+        ("base", 0), ("control", 0), ("control", 1), ("feedback", 0), ("feedback", 1), ("plain", 0), ("plain", 1),
+        ("sliced", 0),
+    ]  # fmt: skip
+    assert recoveries("--seeds", "0,1") == (0, [])
+    # Another budget trains anew and measures no untrained model again.
+    code, begun = recoveries("--seeds", "0", "--tokens", "200000")
+    assert code == 0
+    assert [arguments[0] for arguments in begun].count("eval") == 3
+    # What rand draws it draws by the seed, so each seed has a slice of its own.
+    _code, begun = recoveries("--seeds", "0,1", "--methods", "rand", "--arms", "plain")
+    drawn = [arguments[arguments.index("--seed") + 1] for arguments in begun if arguments[0] == "select"]
+    assert sorted(drawn) == ["0", "0", "1", "1"]
+
+
+def test_a_failed_recovery_leaves_no_line_and_the_others_their_own(recoveries):
+    recoveries.failing.append(("recover", "--add-query-feedback"))
+    assert recoveries("--seeds", "0")[0] == 1
+    assert sorted(each["arm"] for each in study.read_lines(recoveries.output)) == ["base", "control", "plain", "sliced"]
+    recoveries.failing.clear()
+    code, begun = recoveries("--seeds", "0")
+    assert code == 0
+    assert [arguments[0] for arguments in begun] == ["select", "slice", "recover", "eval"]
+
+
+def test_models_that_were_trained_are_pruned_where_they_are_there(recoveries, tmp_path, capsys):
+    for seed in (0, 1):
+        tiny_gated_deltanet(tmp_path / "work" / f"gdn-{seed}" / "trained", seed=seed)
+    tiny_qdelta(tmp_path / "work" / "qdelta-0" / "trained")
+    code, begun = recoveries("--seeds", "0,1", "--bases", "gdn,qdelta")
+    # qdelta-1 is not there, which is said, and counts as not done.
+    assert code == 1
+    assert "qdelta, seed 1" in capsys.readouterr().err
+    lines = study.read_lines(recoveries.output)
+    assert len({each["digest"] for each in lines if each["base"] == "gdn"}) == 2
+    assert sorted(each["arm"] for each in lines if each["base"] == "gdn") == sorted(
+        ["base", "sliced", "control", "plain", "feedback"] * 2
+    )
+    # A Q-Delta has its feedback already.
+    assert sorted(each["arm"] for each in lines if each["base"] == "qdelta") == ["base", "control", "plain", "sliced"]
+    assert all(str(tmp_path / "work") in " ".join(arguments) for arguments in begun)
+
+
+def test_what_ships_holds_no_place_of_the_machine_and_is_refused_where_it_is_too_large(tmp_path, monkeypatch):
+    work, output, runs = tmp_path / "work", tmp_path / "demo" / "qdelta", tmp_path / "runs.jsonl"
+    trained = tiny_qdelta(work / "qdelta-0" / "trained", num_hidden_layers=1)
+    (trained / "lapcli.json").write_text(json.dumps({"data": str(tmp_path)}))
+    (trained / "README.md").write_text(f"of {tmp_path}")
+    (trained.parent / "training").mkdir()
+    (trained.parent / "training" / "training.json").write_text(json.dumps({"record": {"digest": "d" * 64}}))
+    ask = ["ship", str(runs), "--work", str(work), "--output", str(output)]
+    with pytest.raises(SystemExit, match="has no line"):
+        study.main(ask)
+    made = line("qdelta", 0)
+    made["commands"] = [f"lapcli train --data {tmp_path}"]
+    made["versions"], made["seconds"] = {"torch": "2"}, {"train": 9.0}
+    made["training"] |= {"digest": "d" * 64, "tokens": 1234567, "step": 9, "contraction": {"mean": 0.5, "outside": 0.0}}
+    study.add_line(runs, made)
+    monkeypatch.setattr("query_feedback.shipping.LIMIT", 1000)
+    with pytest.raises(SystemExit, match="1,000 are allowed"):
+        study.main(ask)
+    assert not output.parent.exists() or not list(output.parent.iterdir())
+    monkeypatch.undo()
+    study.main(ask)
+    texts = {file.name: file.read_text() for file in output.iterdir() if file.suffix in (".md", ".json")}
+    assert not [name for name, text in texts.items() if str(tmp_path) in text]
+    assert "lapcli.json" not in texts
+    card = texts["README.md"]
+    assert card.startswith("---\nlicense: cc-by-sa-4.0")
+    assert all(word in card for word in ("# demo:qdelta", "Gutenberg", "CC BY-SA 4.0", "held-out", "1,234,567 tokens"))
+    assert "| niah_single_1, 512 tokens: string match | 0.5 |" in card
+    with pytest.raises(SystemExit, match="is there"):
+        study.main(ask)

@@ -113,9 +113,11 @@ def read_config(name: str) -> tuple[str, dict[str, Any]]:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
+        from lapcli.families.source import demo_models
+
         raise ModelError(
             f"there is no config {name!r}: neither one of {', '.join(CONFIGS)}, nor a shipped model "
-            "(demo:gdn), nor a file, nor a model's directory",
+            f"({', '.join(demo_models())}), nor a file, nor a model's directory",
             "name one of them, or a config.json",
         )
     try:
