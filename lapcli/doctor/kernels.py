@@ -127,6 +127,7 @@ def trials(device: torch.device, *, thorough: bool = False) -> list[Trial]:
         *_attend_step(device),
         *_norm(device),
         *_thin_linear(device),
+        *_short_conv(device),
     ]
     return sorted(found, key=lambda trial: trial.cost)
 
@@ -493,3 +494,30 @@ def _thin_linear(device: torch.device) -> Iterator[Trial]:
 
         why = why_not(impl, device, dtype, rows)
         yield Trial("thin_linear", impl, "norm, SwiGLU, residual", "forward", dtype, why, run)
+
+
+def _short_conv(device: torch.device) -> Iterator[Trial]:
+    """A convolution over a prompt that goes on from another, against torch's own in fp64."""
+    from lapkernels.short_conv import IMPLEMENTATIONS, short_conv, why_not
+
+    rows, time, channels, taps = 2, 70, 130, 4
+    for impl in IMPLEMENTATIONS:
+        if impl == "auto":
+            continue
+        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+
+        def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
+            generator = torch.Generator().manual_seed(0)
+            x, state, weight = (
+                torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+                for shape in ((rows, time, channels), (rows, taps - 1, channels), (channels, taps))
+            )
+            joined = torch.cat((state, x), dim=1).double().transpose(1, 2)
+            sums = torch.nn.functional.conv1d(joined, weight.double().unsqueeze(1), groups=channels).transpose(1, 2)
+            truth = {"output": sums / (1 + (-sums).exp())}
+            actual = {"output": short_conv(*(each.to(device) for each in (x, weight, state)), impl=impl)}
+            # What a plain computation rounds: its result, and in fp32 the sums over the taps too.
+            plain = {name: value.to(dtype) for name, value in truth.items()}
+            return precisions(actual, truth, plain, dtype, taps if dtype == torch.float32 else 1)
+
+        yield Trial("short_conv", impl, "SiLU, a state before", "forward", dtype, why_not(impl, device, dtype), run)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from lapcli.models.precision import widened
 from lapcli.models.tokens import Packing, Padding
+from lapkernels.short_conv import select_impl, short_conv
 
 
 class ShortConvolution(nn.Module):
@@ -81,20 +82,38 @@ def convolve(
     past, time = layers[0].width - 1, inputs[0].shape[1]
     if padding is not None and time > 1:
         inputs = [padding.tokens_first(x) for x in inputs]
-    before = None if states is None else torch.cat([state.to(inputs[0].dtype) for state in states], dim=-1)
-    own = edges = None
-    if packing is not None:
-        own, edges = packing.spread(past, inputs[0].device)
-    # Autocast would widen every operand of its own accord, by a copy each.
-    with torch.autocast(inputs[0].device.type, enabled=False):
-        weight = torch.cat([widened(layer.filters()) for layer in layers])
-        outputs = _Filter.apply(weight, before, own, edges, layers[0].silu, *inputs)
+    if packing is None and _needs_no_gradient(inputs[0]):
+        olds = (
+            [None] * len(layers)
+            if states is None
+            else [state.to(x.dtype) for state, x in zip(states, inputs, strict=True)]
+        )
+        outputs = tuple(
+            short_conv(x, layer.filters(), old, silu=layer.silu)
+            for layer, x, old in zip(layers, inputs, olds, strict=True)
+        )
+    else:
+        before = None if states is None else torch.cat([state.to(inputs[0].dtype) for state in states], dim=-1)
+        own = edges = None
+        if packing is not None:
+            own, edges = packing.spread(past, inputs[0].device)
+        # Autocast would widen every operand of its own accord, by a copy each.
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            weight = torch.cat([widened(layer.filters()) for layer in layers])
+            outputs = _Filter.apply(weight, before, own, edges, layers[0].silu, *inputs)
     if padding is not None and time > 1:
         outputs = tuple(padding.back_in_place(y) for y in outputs)
     if not keep_states:
         return outputs, ()
     olds = [None] * len(layers) if states is None else states
     return outputs, tuple(_last(x, old, past, padding, packing) for x, old in zip(inputs, olds, strict=True))
+
+
+def _needs_no_gradient(x: Tensor) -> bool:
+    """Whether one kernel can do it that keeps nothing for a backward pass."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return select_impl(x.device, x.dtype).name == "triton"
 
 
 def _last(x: Tensor, state: Tensor | None, past: int, padding: Padding | None, packing: Packing | None) -> Tensor:

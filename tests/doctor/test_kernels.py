@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def own_file(tmp_path, monkeypatch):
     monkeypatch.setenv(verdicts.FILE_VARIABLE, str(tmp_path / "verdicts.json"))
     # Decode steps have tests of their own; here they would only take time.
-    for operator in ("_delta_step", "_ssd_step", "_attend_step", "_norm", "_thin_linear"):
+    for operator in ("_delta_step", "_ssd_step", "_attend_step", "_norm", "_thin_linear", "_short_conv"):
         monkeypatch.setattr(f"lapcli.doctor.kernels.{operator}", lambda _device: ())
     for made in ("dual_state_trials", "dual_state_step_trials"):
         monkeypatch.setattr(f"lapcli.doctor.dual_states.{made}", lambda _device: ())

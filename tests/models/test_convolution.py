@@ -138,3 +138,20 @@ def test_joined_convolutions_are_the_separate_ones(convolution, bounds, carried)
 def test_states_that_are_not_wanted_are_not_made(convolution):
     _, states = convolve((convolution,), (torch.randn(2, 9, 5, dtype=torch.float64),), keep_states=False)
     assert states == ()
+
+
+@pytest.mark.parametrize("carried", [False, True], ids=["from zeros", "from a state"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_without_gradients_it_is_the_same(convolution, padded, carried, monkeypatch):
+    """What a GPU runs then, by its definition."""
+    x = torch.randn(2, 7, 5, dtype=torch.float64)
+    states = [torch.randn(2, convolution.width - 1, 5, dtype=torch.float64)] if carried else None
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1], [1] * 7]) if padded else None
+    found = []
+    for fused in (False, True):
+        monkeypatch.setattr("lapcli.models.convolution._needs_no_gradient", lambda _x, fused=fused: fused)
+        with torch.no_grad():
+            found.append(convolve((convolution,), (x,), states, Padding.of(mask, 7)))
+    for (ours,), (theirs,) in zip(*found, strict=True):
+        there = slice(None) if mask is None or ours.shape[1] != 7 else mask.bool()
+        assert relative_error(ours[there], theirs[there]) < EXACT

@@ -1,0 +1,66 @@
+"""The public function, and the choice of what computes it."""
+
+import torch
+from torch import Tensor
+
+from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
+from lapkernels.delta_rule.api import Choice
+from lapkernels.errors import KernelUnavailable
+from lapkernels.short_conv.reference import short_conv_reference
+from lapkernels.short_conv.validation import check_arguments
+
+
+def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
+    """Say why an implementation asked for by name cannot run such a call; else `None`.
+
+    Args:
+        impl: its name.
+        device: where the tensors lie.
+        dtype: of x.
+
+    Raises:
+        InvalidInput: there is no such implementation.
+    """
+    return why_no_kernel("short_conv", "short convolution", impl, device, dtype)
+
+
+def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
+    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
+    return kernel_or_reference(
+        device, why_not("triton", device, dtype), "one kernel that reads its input once", "a tap at a time in PyTorch"
+    )
+
+
+@torch.no_grad()
+def short_conv(
+    x: Tensor, weight: Tensor, state: Tensor | None = None, *, silu: bool = True, impl: str = "auto"
+) -> Tensor:
+    """`y[t] = f(sum_j weight[W - 1 - j] x[t - j])` for each channel, `f` being SiLU or nothing; sums in fp32 or fp64.
+
+    Nothing is kept for a backward pass.
+
+    Args:
+        x: `[B, T, C]`, the last axis contiguous.
+        weight: `[C, W]`, any strides; the last tap meets the current token.
+        state: `[B, W - 1, C]`, the inputs before the first, the last axis contiguous; `None` for zeros.
+        silu: whether SiLU follows.
+        impl: `auto` (see `select_impl`), `reference` or `triton`.
+
+    Returns:
+        `[B, T, C]` in x's dtype, contiguous.
+
+    Raises:
+        InvalidInput: a shape, dtype, stride or device that breaks the contract.
+        KernelUnavailable: an `impl` asked for by name that cannot run here.
+    """
+    check_arguments(x, weight, state)
+    if impl == "auto":
+        impl = select_impl(x.device, x.dtype).name
+    elif (why := why_not(impl, x.device, x.dtype)) is not None:
+        raise KernelUnavailable(f"impl='{impl}' for the short convolution: {why}")
+    if impl == "triton":
+        # Here, since it imports triton.
+        from lapkernels.short_conv.triton_conv import short_conv_triton
+
+        return short_conv_triton(x, weight, state, silu)
+    return short_conv_reference(x, weight, state, silu)
