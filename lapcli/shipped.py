@@ -32,6 +32,8 @@ def shipped_recipes() -> list[ShippedRecipe]:
     return [
         ShippedRecipe(path.relative_to(root).with_suffix("").as_posix(), path, _summary(path))
         for path in sorted(root.rglob("*.yaml"))
+        # Those of servers are for the programs that start them.
+        if path.parent.name != "serve"
     ]
 
 

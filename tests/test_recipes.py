@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ALL = {
     path.relative_to(ROOT / "recipes").with_suffix("").as_posix(): path
     for path in sorted((ROOT / "recipes").rglob("*.yaml"))
+    if path.parent.name != "serve"
 }
 # Those of training are chains of nothing: tests/stages/test_pretraining.py.
 RECIPES = {name: path for name, path in ALL.items() if not name.startswith("train/")}

@@ -112,7 +112,7 @@ def run(
     from lapcli.serving.assembling import assemble, read_chat_template, refuse_without_the_extra
     from lapcli.serving.gate import is_loopback
     from lapcli.serving.keys import read_keys
-    from lapcli.serving.server import address, bind
+    from lapcli.serving.server import Running, address, bind
     from lapcli.serving.settings import EngineSettings, Limits
     from lapcli.stages.planning import memory_bytes
 
@@ -158,8 +158,8 @@ def run(
             would = {"url": address(taken), "keys": len(keys), **_dry(source, settings)}
             display.would_do(would, as_json)
             return
-        running = assemble(source, settings, limits, keys, taken, name=name, chat_template=template)
-        _serve(running, source, as_json=as_json, quiet=quiet)
+        parts = assemble(source, settings, limits, keys, name=name, chat_template=template)
+        _serve(Running(parts, taken, limits), source, as_json=as_json, quiet=quiet)
 
 
 def _serve(running: "Running", source: "ModelSource", *, as_json: bool, quiet: bool) -> None:

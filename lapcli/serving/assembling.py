@@ -1,10 +1,9 @@
-"""From settings to a server that can be run: the parts, put together."""
+"""From settings to the parts of a server, put together."""
 
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lapcli import __version__
 from lapcli.errors import ModelError, UsageError
@@ -13,8 +12,10 @@ from lapcli.serving.keys import ApiKeys
 from lapcli.serving.settings import EngineSettings, Limits
 
 if TYPE_CHECKING:
+    from lapcli.serving.dispatch import Dispatcher
+    from lapcli.serving.gate import App
     from lapcli.serving.policy import Policy
-    from lapcli.serving.server import Running
+    from lapcli.serving.supervisor import Supervisor
 
 
 def refuse_without_the_extra() -> None:
@@ -53,26 +54,40 @@ def model_name(source: ModelSource) -> str:
     return source.path.resolve().name if Path(source.name).exists() else source.name
 
 
+class Parts(NamedTuple):
+    """What a server consists of, whoever runs it.
+
+    Attributes:
+        app: the application.
+        dispatcher: between requests and the engine.
+        supervisor: keeps the engine; nothing runs before its `run`.
+        name: by which clients call the model.
+    """
+
+    app: "App"
+    dispatcher: "Dispatcher"
+    supervisor: "Supervisor"
+    name: str
+
+
 def assemble(
     source: ModelSource,
     settings: EngineSettings,
     limits: Limits,
     keys: ApiKeys,
-    taken: socket.socket,
     *,
     name: str | None = None,
     chat_template: str | None = None,
     policy: "Policy | None" = None,
     command: Sequence[str] | None = None,
-) -> "Running":
-    """Put a server together; nothing is started yet but the listening socket.
+) -> Parts:
+    """Put a server together; nothing is started yet.
 
     Args:
         source: the model.
         settings: what the engine is told of it.
         limits: of what clients may send.
         keys: who may come in.
-        taken: a bound socket.
         name: by which clients call the model; default: see `model_name`.
         chat_template: in place of the tokenizer's own.
         policy: which configuration a request gets; default: the only one.
@@ -88,7 +103,6 @@ def assemble(
     from lapcli.serving.dispatch import Dispatcher
     from lapcli.serving.metrics import Registry
     from lapcli.serving.policy import OneConfiguration
-    from lapcli.serving.server import Running
     from lapcli.serving.supervisor import WORKER, Supervisor
     from lapcli.serving.texts import Texts
 
@@ -105,4 +119,4 @@ def assemble(
     )
     service = Service(served, limits, dispatcher, Texts(tokenizer, chat_template))
     supervisor = Supervisor(settings.document(), dispatcher, command or WORKER)
-    return Running(make_app(service, registry, keys), dispatcher, supervisor, taken, limits, served.name)
+    return Parts(make_app(service, registry, keys), dispatcher, supervisor, served.name)

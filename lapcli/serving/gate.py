@@ -90,7 +90,7 @@ class Gate:
             await self._refuse(refused, answer, status)
         except ConnectionAbortedError:
             # Closing would wait until the client has read what was written.
-            scope["state"]["abort"]()
+            scope["state"].get("abort", lambda: None)()
             await asyncio.sleep(0)
         finally:
             known = path if path in _KNOWN else "other"

@@ -12,12 +12,10 @@ from typing import Any
 import uvicorn
 
 from lapcli.errors import UsageError
-from lapcli.serving.app import App
-from lapcli.serving.dispatch import Dispatcher
+from lapcli.serving.assembling import Parts
 from lapcli.serving.gate import patient_protocol
 from lapcli.serving.logs import log
 from lapcli.serving.settings import Limits
-from lapcli.serving.supervisor import Supervisor
 
 _BACKLOG = 2048
 _KEEP_ALIVE = 5
@@ -74,24 +72,18 @@ class Running:
     """A server that runs until it is told to end.
 
     Args:
-        app: the application.
-        dispatcher: its.
-        supervisor: its.
+        parts: of the server.
         taken: the bound socket.
-        limits: see there.
+        limits: of the parts.
+
+    Attributes:
+        url: where it is.
+        name: by which clients call the model.
     """
 
-    def __init__(
-        self,
-        app: App,
-        dispatcher: Dispatcher,
-        supervisor: Supervisor,
-        taken: socket.socket,
-        limits: Limits,
-        name: str,
-    ):
-        self.name = name
-        self.dispatcher, self.supervisor, self.taken, self.limits = dispatcher, supervisor, taken, limits
+    def __init__(self, parts: Parts, taken: socket.socket, limits: Limits):
+        app, self.dispatcher, self.supervisor, self.name = parts
+        self.taken, self.limits = taken, limits
         config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
             loop="asyncio",

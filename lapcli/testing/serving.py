@@ -146,7 +146,8 @@ def local_server(
     source = resolve_model(str(model))
     limits = limits or Limits()
     wanted = EngineSettings(model=str(model), device="cpu", dtype="float32", **settings)
-    running = assemble(source, wanted, limits, ApiKeys(list(keys)), bind("127.0.0.1", 0), command=command)
+    parts = assemble(source, wanted, limits, ApiKeys(list(keys)), command=command)
+    running = Running(parts, bind("127.0.0.1", 0), limits)
     loop = asyncio.new_event_loop()
     ready = threading.Event()
     failure: list[BaseException] = []

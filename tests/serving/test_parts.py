@@ -15,6 +15,7 @@ from lapcli.serving.dispatch import FairQueue, Job
 from lapcli.serving.keys import ApiKeys, read_keys
 from lapcli.serving.loop import EngineLoop
 from lapcli.serving.metrics import Registry
+from lapcli.serving.ray_app import build
 from lapcli.serving.settings import EngineSettings, Limits
 from lapcli.serving.texts import Texts
 from lapcli.serving.worker import prepare, rows_that_fit
@@ -313,3 +314,13 @@ def test_limits_that_serve_nobody():
     with pytest.raises(UsageError, match="per-client 0"):
         Limits(per_client=0)
     assert Limits(waiting=0, drain_seconds=0).waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [({}, "no model is named"), ({"model": "demo:gdn", "rows": 3}, "no such argument: rows")],
+    ids=["no model", "a misspelt one"],
+)
+def test_arguments_of_replicas_that_nobody_knows(arguments, word):
+    with pytest.raises(UsageError, match=word):
+        build(arguments)
