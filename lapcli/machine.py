@@ -135,6 +135,7 @@ class Machine:
             UsageError: one of the names is none.
             ModelError: a kernel asked for by name cannot run such layers here, or `require_fast` is set and none can.
         """
+        from lapcli.families.dual_state import has_states, kernel_choice
         from lapcli.families.fla_library import refuse_where_fla_cannot_run
         from lapkernels.delta_rule import IMPLEMENTATIONS, select_impl, why_not
 
@@ -142,6 +143,10 @@ class Machine:
         if self.kernel not in IMPLEMENTATIONS:
             raise UsageError(f"--kernel {self.kernel!r} is none of {', '.join(IMPLEMENTATIONS)}")
         refuse_where_fla_cannot_run(config, device.type, dtype)
+        if has_states(config):
+            choice = kernel_choice(self.kernel, device, dtype, needs_gradient=needs_gradient)
+            self._require_fast(choice.name, choice.reason)
+            return
         for layer in layers[:1]:
             if layer.keys is not None:
                 # A stock model: its library binds the kernels.
@@ -216,14 +221,14 @@ class Machine:
         self, model: Any, reporter: Reporter, device: torch.device, *, needs_gradient: bool
     ) -> bool:
         """The same of a transformer some of whose layers hold states; whether it is one."""
+        from lapcli.families.dual_state import kernel_choice
         from lapcli.families.remote.lapcli_dual_state import DualStateAttention
-        from lapkernels.dual_state import select_impl
 
         found = [each for each in model.modules() if isinstance(each, DualStateAttention)]
         holding = sum(each.settings.window is None for each in found)
         if not holding:
             return False
-        name, reason = select_impl(device, model.dtype, time=2, needs_gradient=needs_gradient)
+        name, reason = kernel_choice(self.kernel, device, model.dtype, needs_gradient=needs_gradient)
         self._require_fast(name, reason)
         layers = f"{holding} of {model.config.num_hidden_layers} layers"
         reporter.notice(f"kernel: {name} ({reason}) in {layers}, {_placement(model, device)}")

@@ -1,4 +1,4 @@
-"""`lapcli inspect`: what a model, an artifact or a run directory is, from its headers alone."""
+"""`lapcli inspect`: what a model, an artifact, a run directory or a conversion is, from its headers alone."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,14 +11,17 @@ from lapcli.errors import ArtifactError, FamilyError
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("inspect", help="Say what a model, an artifact or a run directory is: widths, state bytes, lineage.")(
-        run
-    )
+    app.command(
+        "inspect", help="Say what a model, an artifact, a run or a conversion is: widths, state bytes, lineage."
+    )(run)
 
 
 def run(
     path: Annotated[
-        str, typer.Argument(help="A model (directory, hub id, demo:NAME), an artifact, or a run directory.")
+        str,
+        typer.Argument(
+            help="A model (directory, hub id, demo:NAME), an artifact, a run directory, or one of convert --to dsla."
+        ),
     ],
     as_json: options.Json = False,
 ) -> None:
@@ -34,7 +37,8 @@ def run(
     if rows:
         columns = list(rows[0])
         shown = [[_layer_cell(column, row[column]) for column in columns] for row in rows]
-        display.table("stateful layers", columns, shown)
+        of_conversion = document["kind"] == "conversion"
+        display.table("layers in the order of their conversion" if of_conversion else "stateful layers", columns, shown)
 
 
 def describe(path: str) -> dict[str, Any]:
@@ -47,6 +51,8 @@ def describe(path: str) -> dict[str, Any]:
     place = Path(path)
     if place.is_file():
         return _describe_artifact(place)
+    if (place / "base" / "config.json").is_file() and not (place / "config.json").is_file():
+        return _describe_conversion(place)
     if place.is_dir() and not (place / "config.json").is_file() and not (place / "adapter_config.json").is_file():
         return _describe_run(place)
     return _describe_model(path)
@@ -127,6 +133,64 @@ def _describe_artifact(path: Path) -> dict[str, Any]:
     layers = lineage.record.get("layers", [])
     facts |= {key: value for key, value in lineage.record.items() if key != "layers"}
     return {"title": str(path), "kind": lineage.kind, "facts": facts, "layers": layers}
+
+
+def _describe_conversion(path: Path) -> dict[str, Any]:
+    """A directory of `lapcli convert --to dsla`: which prefixes are working models, and what became of each."""
+    import math
+
+    from lapcli.artifacts import read_artifact
+    from lapcli.families.source import resolve_model
+    from lapcli.linearising.plan import Place, Shape
+
+    place = Place(path)
+    base = resolve_model(str(place.base))
+    shape = Shape.of(base.config)
+    facts: dict[str, Any] = {
+        "teacher": f"{base.config.get('model_type')} ({base.digest[:12]}), {shape.layers} layers of {shape.heads} key "
+        f"heads of {shape.head_width}",
+        "KV bytes of a token (bf16)": shape.token_bytes(shape.layers),
+    }
+    if place.sensitivity.is_file():
+        lineage = read_artifact(place.sensitivity, "sensitivity").lineage
+        facts["measured of the layers"] = ", ".join(sorted(read_artifact(place.sensitivity).names))
+        facts["rank correlations"] = {
+            name: None if value is None else round(value, 3)
+            for name, value in lineage.record.get("rank_correlations", {}).items()
+        }
+    rows: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {}
+    for file in sorted(place.prefixes.glob("*.safetensors")):
+        lineage = read_artifact(file, "dual-state layer").lineage
+        record, settings = lineage.record, lineage.settings
+        rows.append(
+            {
+                "layer": settings["layer"],
+                "alignment before": record["alignment"]["before"],
+                "alignment after": record["alignment"]["after"],
+                "KL": record["kl"],
+                "perplexity": math.exp(record["cross_entropy"]),
+                "mixture": " ".join(f"{share:.2f}" for share in record["mixture"]),
+                "tokens": record["tokens"],
+            }
+        )
+    facts["converted"] = f"{len(rows)} of {shape.layers} layers"
+    if rows:
+        said = {name: value for name, value in settings["dual_state"].items() if name != "layers" and value is not None}
+        facts["what they became"] = said
+        facts["trained by"] = {
+            name: settings["distillation"][name] for name in ("data", "seq_len", "steps", "batch", "lr", "chained")
+        }
+    unfinished = [
+        folder.name
+        for folder in (sorted((path / "training").iterdir()) if (path / "training").is_dir() else [])
+        if not (place.prefixes / f"{folder.name}.safetensors").is_file()
+    ]
+    if unfinished:
+        facts["under way"] = ", ".join(unfinished)
+    models = sorted(each.parent.name for each in (path / "models").glob("*/config.json"))
+    facts["models written"] = ", ".join(models) or "none; lapcli convert --export FRACTION writes one"
+    return {"title": str(path), "kind": "conversion", "facts": facts, "layers": rows}
 
 
 def _describe_run(path: Path) -> dict[str, Any]:

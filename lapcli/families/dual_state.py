@@ -13,9 +13,12 @@ from lapcli.families.base import Family, Member, ModelCode, Observer, Role, Stat
 from lapcli.families.fields import bad_field, optional_integer, positive_integer
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.nn import Module, Parameter
     from torch.utils.hooks import RemovableHandle
+
+    from lapkernels.delta_rule import Choice
 
 TEACHERS = {
     "llama": "Llama",
@@ -91,6 +94,62 @@ def converted_config(config: Mapping[str, Any], settings: Mapping[str, Any]) -> 
         "auto_map": {**code.auto_map(), **others},
         _SETTINGS: dict(settings),
     }
+
+
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this config has layers with states: converted ones, of which none attends to a window."""
+    settings = config.get(_SETTINGS)
+    if not str(config.get("model_type", "")).startswith(_OWN_TYPE) or not isinstance(settings, Mapping):
+        return False
+    return bool(settings.get("layers")) and settings.get("window") is None
+
+
+def kernel_choice(
+    kernel: str, device: "torch.device", dtype: "torch.dtype", *, needs_gradient: bool = False
+) -> "Choice":
+    """Which implementation of `lapkernels.dual_state` runs where a name was asked for, and why.
+
+    Args:
+        kernel: its name, or `auto`.
+        device: where.
+        dtype: of the model.
+        needs_gradient: whether a backward pass will follow.
+
+    Raises:
+        ModelError: it cannot run there, or there is none of this name.
+    """
+    from lapkernels.delta_rule import Choice
+    from lapkernels.dual_state import IMPLEMENTATIONS, select_impl, why_not
+
+    if kernel == "auto":
+        return select_impl(device, dtype, time=2, needs_gradient=needs_gradient)
+    if kernel not in IMPLEMENTATIONS:
+        raise ModelError(
+            f"--kernel {kernel}: layers with gated states have {', '.join(IMPLEMENTATIONS)}", "use --kernel auto"
+        )
+    wrong = why_not(kernel, device, dtype, needs_gradient=needs_gradient)
+    if wrong is not None:
+        raise ModelError(f"--kernel {kernel} cannot run here: {wrong}", "use --kernel auto")
+    return Choice(kernel, "asked for by name")
+
+
+def set_kernel(model: "Module", kernel: str, device: "torch.device") -> None:
+    """Let all layers with states of a model run an implementation of `lapkernels.dual_state`.
+
+    Args:
+        model: some of whose layers are converted.
+        kernel: its name, or `auto`.
+        device: where the model will compute.
+
+    Raises:
+        ModelError: it cannot run there.
+    """
+    from lapcli.families.remote.lapcli_dual_state import dual_state_layers
+
+    dtype: Any = next(model.parameters()).dtype
+    kernel_choice(kernel, device, dtype)
+    for layer in dual_state_layers(model).values():
+        layer.kernel = kernel
 
 
 class DualState(Family):

@@ -18,6 +18,7 @@ from lapcli.artifacts import Artifact, write_artifact
 from lapcli.errors import ArtifactError
 from lapcli.evaluation.run import evaluate_model
 from lapcli.evaluation.settings import EvaluationSettings
+from lapcli.families.dual_state import set_kernel
 from lapcli.families.loading import load_model, load_tokenizer
 from lapcli.families.remote.lapcli_dual_state import convert_layers, restore_layer
 from lapcli.linearising.objective import LayerObjective
@@ -96,12 +97,17 @@ class Chain:
     def _put_in_place(self, artifact: Artifact) -> None:
         """Give the student a layer that was converted before."""
         layer = artifact.lineage.settings["layer"]
-        convert_layers(self.student, self.settings, [layer])
+        self._make(layer)
         named = self.student.state_dict()
         with torch.no_grad():
             for name, tensor in artifact.tensors().items():
                 named[name].copy_(tensor)
         self._freeze(layer)
+
+    def _make(self, layer: int) -> None:
+        """A new layer in the student, on the kernel that was asked for."""
+        convert_layers(self.student, self.settings, [layer])
+        set_kernel(self.student, self.machine.kernel, self.machine.torch_device())
 
     def _freeze(self, layer: int) -> None:
         attention_of(self.student, layer).to(dtype=self.teacher.dtype).requires_grad_(False)
@@ -125,7 +131,7 @@ class Chain:
         if not distillation.chained:
             for artifact in before:
                 self._take_out(artifact.lineage.settings["layer"])
-        convert_layers(self.student, self.settings, [layer])
+        self._make(layer)
         attention: Any = attention_of(self.student, layer)
         # What is trained is in fp32, whatever the rest is in.
         attention.float().requires_grad_(True)

@@ -51,7 +51,7 @@ def measure_layers(plan: LinearisingPlan, there: Artifact | None, machine: Machi
             measure = _task_measure(wanted.removeprefix("task:"), tokenizer, settings.samples)
         values, whole = one_by_one(
             model, measure, plan.layer_settings(), blocks.ids[:_SHARED], seed=settings.seed,
-            title=f"layers by {wanted}", reporter=reporter,
+            title=f"layers by {wanted}", kernel=machine.kernel, reporter=reporter,
         )  # fmt: skip
         tensors[wanted] = values - whole
         record[f"{wanted} of the teacher"] = whole

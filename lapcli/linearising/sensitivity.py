@@ -139,6 +139,7 @@ def one_by_one(
     *,
     seed: int,
     title: str,
+    kernel: str = "auto",
     reporter: Reporter | None = None,
 ) -> tuple[Tensor, float]:
     """What a measure makes of the model with each layer converted alone, untrained but for the size of its output.
@@ -150,6 +151,7 @@ def one_by_one(
         fit_on: `[samples, T]`, text on which the sizes are fitted (`fit_scale`).
         seed: of the new weights.
         title: of the progress.
+        kernel: which implementation of `lapkernels.dual_state` runs in the new layer.
         reporter: hears of it.
 
     Returns:
@@ -165,6 +167,7 @@ def one_by_one(
             with torch.no_grad(), watched(model, layer) as teacher:
                 model.get_decoder()(input_ids=fit_on.to(model.device), use_cache=False)
             convert_layers(model, settings, [layer])
+            attention_of(model, layer).kernel = kernel
             try:
                 attention_of(model, layer).start_states(torch.Generator().manual_seed(seed + layer))
                 with torch.no_grad(), watched(model, layer) as student:

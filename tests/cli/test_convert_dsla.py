@@ -61,6 +61,17 @@ def test_convert_and_export(lapcli, teacher, text, tmp_path):
     assert "holds 1 converted layers of 3, and 3 are asked for" in err
     code, _out, err = lapcli("inspect", tmp_path / "model")
     assert code == 0, err
+    code, out, err = lapcli("inspect", root, "--json")
+    assert code == 0, err
+    held = json.loads(out)
+    assert (held["kind"], held["facts"]["converted"]) == ("conversion", "1 of 3 layers")
+    assert held["facts"]["models written"] == "1-of-3"
+    assert held["facts"]["what they became"]["states"] == 2
+    assert [row["layer"] for row in held["layers"]] == made["order"]
+    assert held["layers"][0]["perplexity"] == made["prefixes"][0]["perplexity"]
+    code, out, err = lapcli("inspect", root)
+    assert code == 0, err
+    assert "layers in the order of their conversion" in out + err
 
 
 @pytest.mark.parametrize(

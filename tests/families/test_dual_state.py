@@ -29,6 +29,7 @@ from lapcli.families.remote.lapcli_dual_state import (
 from lapcli.families.remote.lapcli_dual_state_portable import portable_dual_state
 from lapcli.families.remote.lapcli_dual_state_window import equal_memory_window
 from lapcli.families.source import resolve_model
+from lapcli.machine import Machine
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.stages.pruning import plan_pruning
 from lapcli.stages.slicing import slice_model
@@ -627,3 +628,25 @@ def test_calibration_sees_what_the_states_get(tmp_path):
     weights = {member.role: member for member in layer.members}
     assert weights["key projection"].stays
     assert layer_tensors(model, [0])["model.layers.0.self_attn.key_channels"].tolist() == [*range(8), *range(8)]
+
+
+def test_the_kernel_asked_for_is_the_layers(tmp_path):
+    """By name, checked before and while loading; the teacher's own layers have none to choose."""
+    source, _ = converted_source(tiny_source("llama", tmp_path / "base"), tmp_path / "dsla")
+    ids = torch.tensor([[1, 5, 7, 9, 4]])
+    found = {}
+    for kernel in ("auto", "reference", "chunked"):
+        Machine("cpu", kernel=kernel).check(source.config)
+        model = load_model(source, kernel=kernel)
+        assert {layer.kernel for layer in dual_state_layers(model).values()} == {kernel}
+        with torch.no_grad():
+            found[kernel] = model(ids).logits
+    assert torch.equal(found["auto"], found["chunked"])
+    torch.testing.assert_close(found["reference"], found["chunked"], rtol=1e-5, atol=1e-5)
+    for kernel, why in (("triton", "layers with gated states have auto, reference"), ("fla", "cannot run here")):
+        with pytest.raises(ModelError, match=f"--kernel {kernel}.*{why}"):
+            Machine("cpu", kernel=kernel).check(source.config)
+        with pytest.raises(ModelError, match=f"--kernel {kernel}"):
+            load_model(source, kernel=kernel)
+    with pytest.raises(ModelError, match="--require-fast: the chunked kernel would run"):
+        Machine("cpu", require_fast=True).check(source.config)
