@@ -62,6 +62,13 @@ class PretrainingSettings(Settings):
         default=0, ge=0, lt=2**63, description="of the first weights, of the order of text, and of recall"
     )
 
+    @field_validator("seq_len", "batch_tokens", "tokens", "steps", "lr", "validation", "seed", mode="before")
+    @classmethod
+    def _no_switch(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError("a number is wanted")
+        return value
+
     @field_validator("model")
     @classmethod
     def _names_its_type(cls, model: dict[str, Any] | None) -> dict[str, Any] | None:

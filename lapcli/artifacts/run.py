@@ -118,11 +118,13 @@ class RunDirectory:
 
     def note(self, model: dict[str, Any], command: str, result: dict[str, Any]) -> None:
         """Add a finished command to `run.json`; the same command with the same result is noted once."""
-        record = self.read_record() or {"commands": []}
-        record["model"] = model
+        before = self.read_record()
+        record: dict[str, Any] = {"commands": [], **(before or {}), "model": model}
         entry = {"command": command, **result}
         if entry not in record["commands"]:
-            record["commands"].append(entry)
+            record["commands"] = [*record["commands"], entry]
+        if record == before:
+            return
         with atomic_file(self.record) as temporary:
             temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 

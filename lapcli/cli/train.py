@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lapcli.machine import Machine
     from lapcli.stages.pretraining import TrainingPlan, TrainingRequest
     from lapcli.training.engine import Execution
+    from lapcli.training_recipe import PretrainingSettings
 
 SUMMARY = "Train a model of one's own, or train one on, from a recipe: the whole model, on streamed text."
 DEFAULT_RUN = Path("lapcli-train")
@@ -101,7 +102,6 @@ def run(
     from lapcli.cli import context, display
     from lapcli.errors import CheckFailed, UsageError
     from lapcli.shipped import find_recipe
-    from lapcli.training_recipe import read_training_recipe
 
     if sharding not in ("none", "fsdp"):
         raise UsageError(f"--sharding {sharding!r} is none of none, fsdp")
@@ -112,7 +112,7 @@ def run(
         "batch_tokens": batch_tokens, "seq_len": seq_len, "lr": lr, "validation": validation, "seed": seed,
     }  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
-    settings = read_training_recipe(find_recipe(recipe), **chosen)
+    settings = _settings(find_recipe(recipe), chosen)
     if compile_ and settings.documents != "joined":
         raise UsageError(
             "--compile takes rows of one length without boundaries, and the recipe keeps documents apart",
@@ -180,6 +180,29 @@ def run(
         return
     done = "trained" if result.worked else "nothing to do, it is there already"
     display.closing(f"{done}: {result.output}\nnext: lapcli eval builtin niah --model {result.output}", quiet=quiet)
+
+
+def _settings(path: Path, chosen: dict[str, Any]) -> "PretrainingSettings":
+    """The recipe's settings, those that were chosen first.
+
+    Raises:
+        RecipeError: it is none, or what it says does not fit.
+        UsageError: an option does not.
+    """
+    from lapcli.errors import RecipeError, UsageError
+    from lapcli.training_recipe import read_training_recipe
+
+    if "tokens" in chosen and "steps" in chosen:
+        raise UsageError("give either --tokens or --steps")
+    try:
+        return read_training_recipe(path, **chosen)
+    except RecipeError as error:
+        for name in chosen:
+            said = f"{path}: {name}: "
+            if error.message.startswith(said):
+                option = _NAMES.get(name, name).replace("_", "-")
+                raise UsageError(f"--{option}: {error.message.removeprefix(said)}", error.hint) from error
+        raise
 
 
 def _half(machine: "Machine") -> bool:

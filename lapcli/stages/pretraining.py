@@ -216,7 +216,13 @@ def request_training(settings: PretrainingSettings) -> TrainingRequest:
                 "leave the latter out, or raise it",
             )
     plain = _plain(config)
-    layers = tuple(family_for(plain).layers(plain))
+    try:
+        layers = tuple(family_for(plain).layers(plain))
+    except ModelError as error:
+        if base is not None:
+            raise
+        # There is no such file; the fields are the recipe's.
+        raise RecipeError(f"model: {error.message.removeprefix('config.json has ')}") from error
     return TrainingRequest(settings, config, base, tokenizer, layers, WholePlan.of(bare(config)))
 
 
@@ -311,6 +317,9 @@ def train_into(
     machine, reporter = machine or Machine(), reporter or SilentReporter()
     if plan.finished is not None:
         reporter.notice(f"{plan.output} is there already")
+        if processes.leader:
+            # In case that the process which finished it was killed before it could.
+            _settle(plan, run)
         return TrainingResult(plan.output, plan.finished.record, worked=False)
     places = (plan.folder, plan.output) if plan.restart and processes.leader else ()
     if places:
@@ -357,10 +366,15 @@ def train_into(
     record["digest"] = resolve_model(str(plan.output)).digest
     lineage = replace(plan.request.lineage(), record={**record, "wall_seconds": time.monotonic() - begun})
     write_document(plan.folder / TRAINING_FILE, lineage)
+    _settle(plan, run)
+    return TrainingResult(plan.output, record, worked=True)
+
+
+def _settle(plan: TrainingPlan, run: RunDirectory) -> None:
+    """Make a finished model the run's base, and remove what gave way to it."""
     run.note(_described(plan.output), "train", {"training": plan.request.settings.document()})
     for place in (plan.folder, plan.output):
         forget_aside(place)
-    return TrainingResult(plan.output, record, worked=True)
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,8 @@ def fresh_config(asked: Mapping[str, Any], tokenizer: Any, seq_len: int) -> Any:
 
     Raises:
         ModelError: fields whose values make no model.
-        RecipeError: the type cannot be trained here, it has no such field, or the vocabulary is too small.
+        RecipeError: the type cannot be trained here, it has no such field, a field has a value of another kind, or the
+            vocabulary is too small.
     """
     made = class_of(asked.get("model_type"))
     known = _fields(made.config_class)
@@ -103,6 +105,9 @@ def fresh_config(asked: Mapping[str, Any], tokenizer: Any, seq_len: int) -> Any:
                 f"model: a {asked['model_type']} has no field {name!r}",
                 f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}",
             )
+        wanted = _what_is_wanted(name, fields[name], known[name])
+        if wanted is not None:
+            raise RecipeError(f"model: {name} is {fields[name]!r}; {wanted} is wanted")
     follows: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
@@ -111,11 +116,17 @@ def fresh_config(asked: Mapping[str, Any], tokenizer: Any, seq_len: int) -> Any:
         "max_position_embeddings": seq_len,
     }
     fields = {**{name: value for name, value in follows.items() if name in known}, **fields}
-    if not isinstance(fields["vocab_size"], int) or fields["vocab_size"] < len(tokenizer):
+    if fields["vocab_size"] < len(tokenizer):
         raise RecipeError(
             f"model: vocab_size {fields['vocab_size']} is less than the {len(tokenizer)} tokens of the tokenizer",
             "leave vocab_size out, which takes the tokenizer's",
         )
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if fields[name] is not None and not 0 <= fields[name] < fields["vocab_size"]:
+            raise RecipeError(
+                f"model: {name} is {fields[name]}, which is no token of a vocabulary of {fields['vocab_size']}",
+                f"leave {name} out, which takes the tokenizer's",
+            )
     if fields.get("use_l2warp"):
         raise RecipeError("model: use_l2warp is a penalty in fla's loss, which is not in lapcli's", "leave it out")
     try:
@@ -124,11 +135,38 @@ def fresh_config(asked: Mapping[str, Any], tokenizer: Any, seq_len: int) -> Any:
         raise ModelError(f"these fields make no {asked['model_type']}: {error}") from error
 
 
-def _fields(config_class: type) -> list[str]:
-    """The fields of a config and of those that it extends; not those of every config of transformers."""
+_MAY_BE_ANY = ("lamb_bias", "lamb_fixed")
+"""Numbers that need not be above 0; which ones a feedback may have, the model says."""
+
+
+def _what_is_wanted(name: str, value: Any, annotation: Any) -> str | None:
+    """What a field's value should be where it is something else, as far as its type tells; `None` where it fits."""
+    kinds = get_args(annotation) or (annotation,)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    whole, positive = number and isinstance(value, int), number and value > 0
+    if Any in kinds or (value is None and NoneType in kinds):
+        return None
+    if bool in kinds:
+        return None if isinstance(value, bool) else "true or false"
+    if str in kinds:
+        return None if isinstance(value, str) else "a text"
+    if name.endswith("_token_id"):
+        return None if whole else "the number of a token"
+    if float not in kinds:
+        return None if whole and positive else "a whole number above 0"
+    if name in _MAY_BE_ANY:
+        return None if number else "a number"
+    return None if positive else "a number above 0"
+
+
+def _fields(config_class: type) -> dict[str, Any]:
+    """The fields of a config and of those that it extends, with their types; not those of all of transformers'."""
     mine = config_class.__mro__[: config_class.__mro__.index(PretrainedConfig)]
-    named = (name for each in mine for name in inspect.signature(each.__init__).parameters)
-    return [name for name in dict.fromkeys(named) if name not in ("self", "args", "kwargs")]
+    found: dict[str, Any] = {}
+    for each in mine:
+        for name, parameter in inspect.signature(each.__init__).parameters.items():
+            found.setdefault(name, parameter.annotation)
+    return {name: kind for name, kind in found.items() if name not in ("self", "args", "kwargs")}
 
 
 def bare(config: Any) -> Any:

@@ -186,6 +186,16 @@ def test_it_is_not_done_twice_and_other_inputs_are_refused(place, copy, tmp_path
     assert copy.read_record()["model"]["digest"] == resolve_model(str(copy.trained)).digest
 
 
+def test_killed_just_before_its_end_it_is_the_runs_model_all_the_same(place, copy):
+    record = copy.read_record()
+    copy.record.unlink()
+    left = copy.path / ".trained.before-restart"
+    shutil.copytree(copy.trained, left)
+    assert not trained(settings(place), copy).worked
+    assert copy.read_record() == record
+    assert not left.exists()
+
+
 @pytest.mark.parametrize("lost", ["model.safetensors", "tokenizer.json", "README.md", "lapcli.json"])
 def test_what_is_damaged_is_made_again_from_the_last_checkpoint(place, copy, lost):
     before = {path.name: path.read_bytes() for path in copy.trained.iterdir()}
@@ -278,7 +288,7 @@ def test_what_is_refused_before_any_work(place, finished, tmp_path):
     refused(RecipeError, "vocab_size 100 is less than the 259 tokens", model={**model, "vocab_size": 100})
     refused(RecipeError, "max_position_embeddings", model={**model, "max_position_embeddings": 16})
     refused(RecipeError, "use_l2warp", model={**model, "use_l2warp": True})
-    refused(ModelError, "expand_v", model={**model, "expand_v": 1.03})
+    refused(RecipeError, "model: expand_v = 1.03", model={**model, "expand_v": 1.03})
     refused(ModelError, "no tokenizer", tokenizer=str(tmp_path))
     refused(ModelError, "no directory", tokenizer="./nowhere")
     refused(DataError, "nowhere", data="./nowhere.jsonl")
@@ -297,6 +307,33 @@ def test_what_is_refused_before_any_work(place, finished, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("field", "wrong", "said"),
+    [
+        ("hidden_size", "256", "a whole number above 0"),
+        ("hidden_size", 32.5, "a whole number above 0"),
+        ("num_hidden_layers", True, "a whole number above 0"),
+        ("intermediate_size", -4, "a whole number above 0"),
+        ("norm_eps", float("nan"), "a number above 0"),
+        ("initializer_range", "0.02", "a number above 0"),
+        ("lamb_bias", float("inf"), "a number"),
+        # Any text is true.
+        ("use_decay", "no", "true or false"),
+        ("hidden_act", 3, "a text"),
+        ("eos_token_id", [1, 2], "the number of a token"),
+        ("pad_token_id", 259, "no token of a vocabulary of 259"),
+        ("num_heads", 3, "a multiple of num_heads = 3 is wanted"),
+    ],
+    ids=str,
+)
+def test_a_field_of_another_kind_is_named(place, field, wrong, said):
+    model = {**MODELS["qdelta"], "num_v_heads": 4, field: wrong}
+    with pytest.raises(RecipeError, match=said) as refused:
+        request_training(settings(place, model=model))
+    assert refused.value.message.startswith(f"model: {'num_v_heads' if field == 'num_heads' else field}")
+    assert "config.json" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"model": None}, "give either model"),
@@ -306,6 +343,7 @@ def test_what_is_refused_before_any_work(place, finished, tmp_path):
         ({"warmup": 0.1, "warmup_steps": 3}, "give either warmup or warmup_steps"),
         ({"model": None, "base": "demo:gdn", "start": "spread"}, "is for a fresh model"),
         ({"model": {"hidden_size": 64}}, "model_type"),
+        ({"steps": True}, "a number is wanted"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(place, given, said):
