@@ -185,12 +185,13 @@ def _to_qdelta(
 ) -> None:
     from lapcli.cli import display
     from lapcli.families.source import DEFAULT_MODEL, resolve_model
-    from lapcli.stages.conversion import QDeltaSettings, convert_into, plan_conversion
+    from lapcli.stages.conversion import QDeltaSettings, check_output, convert_into, plan_conversion
 
     plan = plan_conversion(resolve_model(model or DEFAULT_MODEL), QDeltaSettings(lambda_init))
     document = plan.document()
     if dry_run:
-        display.would_do({**document, "writes": str(output)}, as_json)
+        there, _wrong = check_output(plan, output, overwrite=overwrite)
+        display.would_do({**document, "writes": str(output), "there_already": there}, as_json)
         return
     worked = convert_into(plan, output, overwrite=overwrite, reporter=display.DisplayReporter(quiet or as_json))
     if as_json:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lapcli.artifacts import RunDirectory
     from lapcli.families.source import ModelSource
     from lapcli.recipe import RecoverySettings
+    from lapcli.reporting import Reporter
     from lapcli.stages.query_feedback import FeedbackPlan
     from lapcli.stages.recovery import RecoveryPlan
 
@@ -129,6 +130,9 @@ def run(
 
     if sharding not in ("none", "fsdp"):
         raise UsageError(f"--sharding {sharding!r} is none of none, fsdp")
+    for option, value in (("--lora-rank", lora_rank), ("--lora-alpha", lora_alpha)):
+        if full and value is not None:
+            raise UsageError(f"{option} beside --full, which trains the mixers whole, without LoRA", "drop one of them")
     given = {
         "data": data, "samples": samples, "steps": steps, "batch": batch_size, "seq_len": seq_len, "lr": lr,
         "lr_min": lr_min, "warmup": warmup, "weight_decay": weight_decay, "kl_weight": kl_weight,
@@ -154,20 +158,26 @@ def run(
     check_processes(gpus, device, settings.batch)
     _check_machine(student, guide, machine, teacher_device, sharding)
     ours = processes()
-    anew = restart
-    if feedback is not None and dry_run:
-        student, anew = feedback.stand_in(student, restart=restart)
-    elif feedback is not None:
+    plan_of_stage: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processes": ours}
+    plan = None
+    if feedback is not None and not dry_run and ours.leader and feedback.interrupted():
+        with directory.lock():
+            feedback.undo()
+    if feedback is not None and (dry_run or not feedback.there()):
+        # What can be refused is refused before a conversion is written, let alone one replaced.
+        stand_in, anew = feedback.stand_in(student, restart=restart)
+        plan = plan_recovery(
+            stand_in, guide, settings, directory, restart=anew, reporter=reporter if dry_run else None, **plan_of_stage
+        )
+    if feedback is not None and not dry_run:
         if ours.leader:
             with directory.lock():
-                feedback.write(overwrite=restart, reporter=reporter)
+                _convert(feedback, restart, reporter)
         # All others wait for the one that writes.
         ours.wait()
         student = resolve_model(str(feedback.place))
-    plan = plan_recovery(
-        student, guide, settings, directory,
-        restart=anew, trust_remote_code=trust_remote_code, reporter=reporter, processes=ours,
-    )  # fmt: skip
+    if plan is None or not dry_run:
+        plan = plan_recovery(student, guide, settings, directory, restart=restart, reporter=reporter, **plan_of_stage)
     if dry_run:
         _would_do(plan, feedback, as_json)
         return
@@ -187,7 +197,7 @@ def run(
     )
     options_of_stage: dict[str, Any] = {
         "machine": machine, "teacher_device": teacher_device, "execution": execution, "trackers": tracker or (),
-        "reporter": reporter, "processes": ours,
+        "reporter": reporter, "processes": ours, "beside": () if feedback is None else (feedback.place,),
     }  # fmt: skip
     ours.wait()
     if not ours.leader:
@@ -216,6 +226,13 @@ def run(
         f"next: lapcli eval {tasks}{options.run_flag(run_path)}",
         quiet=quiet,
     )
+
+
+def _convert(feedback: "FeedbackPlan", restart: bool, reporter: "Reporter") -> None:
+    if restart:
+        feedback.write_anew(reporter=reporter)
+    else:
+        feedback.write(reporter=reporter)
 
 
 def _request(

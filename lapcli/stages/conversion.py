@@ -33,6 +33,7 @@ from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_stale, sliced
 LAMB_BIAS = 0.9
 """The paper's; what a feedback that has a gain begins with."""
 
+_MEND = "pass --overwrite, or --output DIR to keep both"
 _ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _FROM = "gated_deltanet"
 
@@ -199,7 +200,7 @@ def convert_into(
     output: Path,
     *,
     overwrite: bool = False,
-    mend: str = "pass --overwrite, or --output DIR to keep both",
+    mend: str = _MEND,
     reporter: Reporter | None = None,
 ) -> bool:
     """Write the Q-Delta, unless this very one is there already.
@@ -218,34 +219,59 @@ def convert_into(
         ArtifactError: something else lies there; or the disk is full.
         ModelError: the directory is the model's own.
     """
+    there, wrong = check_output(plan, output, overwrite=overwrite, mend=mend)
+    if there:
+        return False
     reporter = reporter or SilentReporter()
+    if wrong is not None:
+        reporter.warn(f"{output} {wrong}; it is made again")
+    _write(plan, output, overwrite or wrong is not None, reporter)
+    return True
+
+
+def check_output(
+    plan: ConversionPlan, output: Path, *, overwrite: bool = False, mend: str = _MEND
+) -> tuple[bool, str | None]:
+    """Refuse what `convert_into` would, with nothing written.
+
+    Args:
+        plan: of `plan_conversion`.
+        output: the directory to write.
+        overwrite: whether a conversion of other inputs gives way.
+        mend: what a user can do about one that may not.
+
+    Returns:
+        Whether this very conversion is there, whole; and where it is there, but is not whole, what is wrong with it.
+
+    Raises:
+        ArtifactError: something else lies there, or no directory can.
+        ModelError: the directory is the model's own.
+    """
     source, place = plan.source, output.resolve()
     if place == source.path or place in source.path.parents:
         raise ModelError(f"{output} is, or holds, the model itself; it needs another directory", "pass --output DIR")
-    if output.exists():
-        existing = _lineage_there(output)
-        try:
-            refuse_stale(conversion_lineage(source, plan.settings), existing, output, mend)
-            wrong = _what_is_wrong(plan, output, existing)
-            if wrong is None:
-                return False
-            reporter.warn(f"{output} {wrong}; it is made again")
-            overwrite = True
-        except ArtifactError:
-            if not overwrite:
-                raise
-    _write(plan, output, overwrite, reporter)
-    return True
+    if not output.exists():
+        above = next(folder for folder in place.parents if folder.exists())
+        if not above.is_dir():
+            raise ArtifactError(f"{output} cannot be made: {above} is no directory", "name another with --output")
+        return False, None
+    existing = _lineage_there(output)
+    try:
+        refuse_stale(conversion_lineage(source, plan.settings), existing, output, mend)
+    except ArtifactError:
+        if not overwrite:
+            raise
+        return False, None
+    wrong = _what_is_wrong(plan, output, existing)
+    return wrong is None, wrong
 
 
 def is_there(plan: ConversionPlan, output: Path) -> bool:
     """Whether a directory holds just what `convert_into` would write."""
     try:
-        existing = _lineage_there(output)
-    except ArtifactError:
+        return check_output(plan, output)[0]
+    except LapcliError:
         return False
-    wanted = conversion_lineage(plan.source, plan.settings)
-    return not wanted.differences(existing) and _what_is_wrong(plan, output, existing) is None
 
 
 def _lineage_there(output: Path) -> Lineage:

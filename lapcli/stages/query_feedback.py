@@ -9,7 +9,16 @@ from lapcli.errors import ArtifactError
 from lapcli.families.source import ModelSource, resolve_model
 from lapcli.recipe import RecoverySettings
 from lapcli.reporting import Reporter
-from lapcli.stages.conversion import ConversionPlan, QDeltaSettings, convert_into, is_there, plan_conversion
+from lapcli.stages.conversion import (
+    ConversionPlan,
+    QDeltaSettings,
+    check_output,
+    convert_into,
+    is_there,
+    plan_conversion,
+)
+from lapcli.stages.giving_way import aside, bring_back, set_aside
+from lapcli.stages.recovery import recovers
 
 _MEND = "pass --restart to begin anew, or --run DIR to keep both"
 
@@ -32,6 +41,10 @@ class FeedbackPlan:
         """The plan, JSON-able."""
         return {**self.plan.document(), "writes": str(self.place)}
 
+    def there(self) -> bool:
+        """Whether the converted model is there, whole."""
+        return is_there(self.plan, self.place)
+
     def write(self, *, overwrite: bool = False, mend: str = _MEND, reporter: Reporter | None = None) -> ModelSource:
         """The converted model, made unless it is there.
 
@@ -46,17 +59,47 @@ class FeedbackPlan:
         convert_into(self.plan, self.place, overwrite=overwrite, mend=mend, reporter=reporter)
         return resolve_model(str(self.place))
 
+    def write_anew(self, *, reporter: Reporter | None = None) -> ModelSource:
+        """As `write`, for a recovery that begins anew; another conversion, of which an earlier one was, is kept.
+
+        It lies aside until `recover_into`, told of it, has something in that recovery's place, or fails before.
+
+        Args:
+            reporter: where progress goes.
+
+        Raises:
+            LapcliError: see `lapcli.stages.conversion.convert_into`; then the earlier conversion is in its place.
+        """
+        if self.recovery.exists() and self.place.exists() and not is_there(self.plan, self.place):
+            check_output(self.plan, self.place, overwrite=True)
+            set_aside(self.place)
+        try:
+            return self.write(overwrite=True, reporter=reporter)
+        except BaseException:
+            bring_back(self.place)
+            raise
+
+    def interrupted(self) -> bool:
+        """Whether `write_anew` set a conversion aside, and no recovery was begun since: a process was killed then."""
+        return aside(self.place).exists() and self.recovery.exists() and not aside(self.recovery).exists()
+
+    def undo(self) -> None:
+        """Bring back what `write_anew` set aside."""
+        bring_back(self.place)
+
     def stand_in(self, student: ModelSource, *, restart: bool) -> tuple[ModelSource, bool]:
-        """What a plan can be made with where nothing may be written, and whether recovery begins anew.
+        """What a plan can be made with before the conversion is written, and whether recovery begins anew.
 
         That is the converted model where it is there already, else the one before conversion.
 
         Raises:
-            ArtifactError: the run holds a recovery of another model.
+            ArtifactError: something else is where the conversion is to be, or the run holds a recovery of another
+                model.
         """
         if is_there(self.plan, self.place):
             return resolve_model(str(self.place)), restart
-        if self.recovery.exists() and not restart:
+        check_output(self.plan, self.place, overwrite=restart, mend=_MEND)
+        if self.recovery.exists() and not restart and not recovers(self.recovery, self.place):
             raise ArtifactError(f"{self.recovery} holds a recovery of a model without query feedback", _MEND)
         return student, True
 

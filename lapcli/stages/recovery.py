@@ -4,6 +4,7 @@ Source: arXiv 2602.04852, Sec. 4.1 and App. A (the recipe); the control, which t
 the unpruned model.
 """
 
+import contextlib
 import gc
 import shutil
 import time
@@ -54,7 +55,8 @@ from lapcli.training.adapters import (
     trained_state,
 )
 from lapcli.training.card import recovery_card
-from lapcli.training.checkpoints import Checkpoint, Checkpoints, latest_step
+from lapcli.training.checkpoints import KIND as CHECKPOINT
+from lapcli.training.checkpoints import STATE_FILE, Checkpoint, Checkpoints, latest_step
 from lapcli.training.curve import Curve
 from lapcli.training.distillation import align_vocabularies
 from lapcli.training.engine import (
@@ -382,6 +384,18 @@ def _begun(
     return found
 
 
+def recovers(folder: Path, place: Path) -> bool:
+    """Whether what lies in a recovery's folder was of the model in this directory, whatever that holds by now."""
+    newest = latest_step(folder / CHECKPOINTS)
+    found = [(folder / RECOVERY_FILE, KIND)]
+    if newest is not None:
+        found.append((folder / CHECKPOINTS / f"step-{newest}" / STATE_FILE, CHECKPOINT))
+    for path, kind in found:
+        with contextlib.suppress(ArtifactError, OSError):
+            return Path(str(read_document(path, kind).model.get("name"))).resolve() == place.resolve()
+    return False
+
+
 def _looked_up(model: Any) -> int:
     """Numbers of an embedding that is no output layer as well: they are read, not multiplied."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -479,6 +493,7 @@ def recover_into(
     teacher_device: str | None = None,
     execution: Execution | None = None,
     trackers: Sequence[str] = (),
+    beside: Sequence[Path] = (),
     reporter: Reporter | None = None,
     processes: Processes = ALONE,
 ) -> RecoveryResult:
@@ -491,6 +506,7 @@ def recover_into(
         teacher_device: where the teacher lies instead.
         execution: how training runs.
         trackers: "tensorboard", "wandb": who else hears of the curve.
+        beside: what may have been set aside for this recovery, and comes back or goes with the earlier one.
         reporter: where progress goes.
         processes: those that train together.
 
@@ -505,12 +521,18 @@ def recover_into(
             _put_back(plan, plan.finished.record)
             reporter.warn(f"{plan.output} had lost {', '.join(plan.lost)}, which was put back")
         reporter.notice(f"{plan.output} is there already")
+        if processes.leader:
+            # In case that the process which finished it was killed before it could.
+            for place in (*beside, plan.folder, plan.output):
+                forget_aside(place)
         return RecoveryResult(plan.output, adapter, plan.finished.record, worked=bool(plan.lost))
     places = (plan.folder, plan.output) if plan.restart and processes.leader else ()
     for place in places:
         check_ours(place, _OURS)
     for place in places:
         set_aside(place)
+    if places:
+        places += tuple(beside)
     processes.wait()
     begun = time.monotonic()
     try:
@@ -559,7 +581,7 @@ def recover_into(
     )
     label = "control" if plan.settings.control else "recovered"
     forget_stale(run.evaluation, label, record["digest"], reporter)
-    for place in (plan.folder, plan.output):
+    for place in (*beside, plan.folder, plan.output):
         forget_aside(place)
     return RecoveryResult(plan.output, adapter, record, worked=True)
 

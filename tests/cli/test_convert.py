@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from lapcli.stages import recovery
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.training.reload import Reloaded
 
 SMALL = (
     "--steps",
@@ -57,6 +59,27 @@ def test_convert(lapcli, base, tmp_path):
     assert code == 0
     assert "nothing to do" in err
     assert out == ""
+    code, out, err = lapcli("convert", base, "--to", "qdelta", "--output", output, "--dry-run", "--json")
+    assert json.loads(out)["there_already"]
+
+
+def test_a_dry_run_refuses_what_the_conversion_would(lapcli, base, tmp_path):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").touch()
+    (tmp_path / "file").touch()
+    made = ("convert", base, "--to", "qdelta", "--output")
+    assert lapcli(*made, "made", "--lambda-init", "0.1")[0] == 0
+    for output, said in (
+        ("foreign", "did not write it"),
+        (base, "is, or holds, the model itself"),
+        ("file", "did not write it"),
+        ("file/below", "is no directory"),
+        ("made", "lambda_init"),
+    ):
+        refused = [lapcli(*made, output, *more) for more in ((), ("--dry-run",))]
+        assert [(code, said in err) for code, _out, err in refused] == [(1, True)] * 2
+        assert refused[0] == refused[1]
+    assert lapcli(*made, "made", "--overwrite", "--dry-run")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -163,3 +186,53 @@ def test_a_recipe_adds_query_feedback_and_a_report_says_so(lapcli, base, text, t
     code, _out, err = lapcli("run", recipe, "--run", tmp_path / "none", "--dry-run")
     assert code == 1
     assert "becomes a Q-Delta is a gated_deltanet" in err
+
+
+def test_a_recovery_that_is_refused_leaves_conversions_alone(lapcli, base, text, tmp_path, monkeypatch):
+    """Neither made nor replaced; and one that came to nothing brings back what it had replaced."""
+    # Not the subject, and seconds each time.
+    monkeypatch.setattr(recovery, "check_reload", lambda *_arguments: Reloaded(0.0, 1.0, 1.0))
+    run = tmp_path / "run"
+    code, _out, err = lapcli("prune", base, "--data", text, "--samples", 4, "--seq-len", 64, "--run", run, "--quiet")
+    assert code == 0, err
+    ask = ("recover", *SMALL, "--add-query-feedback", "--run", run)
+    (tmp_path / "short.txt").write_text("Too little.")
+    for wrong in (("--data", "missing.jsonl"), ("--data", "short.txt"), ("--data", text, "--lora-target", "nothing")):
+        assert lapcli(*ask, *wrong)[0] == 1
+        assert not (run / "converted").exists()
+    assert lapcli(*ask, "--data", text)[0] == 0
+
+    def contents():
+        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = contents()
+    anew = (*ask, "--restart", "--lambda-init", "0.3")
+    assert lapcli(*anew, "--data", "missing.jsonl")[0] == 1
+    assert contents() == before
+    # Not known before it trains.
+    code, _out, err = lapcli(*anew, "--data", text, "--lr", "1e30")
+    assert code == 1
+    assert "the earlier recovery is in its place again" in err
+    assert contents() == before
+    # Killed between the two.
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery, "recover_into", _killed)
+        with pytest.raises(RuntimeError):
+            lapcli(*anew, "--data", text)
+    assert (run / ".converted.before-restart").is_dir()
+    code, _out, err = lapcli(*ask, "--data", text)
+    assert code == 0
+    assert "nothing to do" in err
+    assert contents() == before
+    # What conversion writes is the same again, so that a recovery of it goes on being one.
+    (run / "converted" / "model.safetensors").unlink()
+    code, _out, err = lapcli(*ask, "--data", text)
+    assert code == 0, err
+    assert "nothing to do" in err
+    code, _out, err = lapcli(*anew, "--data", text)
+    assert code == 0, err
+    assert not list(run.glob(".*before-restart"))
+
+
+def _killed(*_arguments, **_options):
+    raise RuntimeError

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lapcli.testing.models import tiny_gated_deltanet
+from lapcli.testing.processes import Forked, run_forked
 
 SMALL = ("--steps", "4", "--batch-size", "2", "--seq-len", "48", "--validation", "2", "--lora-rank", "4")
 
@@ -32,7 +32,7 @@ def pruned(tmp_path_factory, text):
     """A run with a slice; made once, and copied."""
     folder = tmp_path_factory.mktemp("pruned")
     base = tiny_gated_deltanet(folder / "base")
-    done = command("prune", base, "--data", text, "--samples", "4", "--seq-len", "64", "--run", folder / "run")
+    done = run_forked("prune", base, "--data", text, "--samples", "4", "--seq-len", "64", "--run", folder / "run")
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -40,21 +40,6 @@ def pruned(tmp_path_factory, text):
 @pytest.fixture
 def run(pruned, tmp_path):
     return Path(shutil.copytree(pruned, tmp_path / "lapcli-run"))
-
-
-def command(*arguments, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "lapcli", *map(str, arguments)],
-        capture_output=True, text=True, check=False, env=environment, timeout=200, **options,
-    )  # fmt: skip
-
-
-def start(*arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "lapcli", *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
 
 
 def until(process, there, seconds=150):
@@ -116,7 +101,7 @@ def test_a_dry_run_refuses_what_the_work_would(lapcli, run, text, tmp_path):
         assert said[0] == said[1]
         assert name in said[0]
     assert not (run / "recovery").exists()
-    process = start(*whole, "--save-every", "1", "--run", run)
+    process = Forked(*whole, "--save-every", "1", "--run", run)
     until(process, lambda: steps_in(run) > 1)
     process.kill()
     process.communicate()
@@ -216,6 +201,7 @@ def test_a_whole_recipe(lapcli, pruned, text, tmp_path):
         (("--lr", "0"), 2, "--lr"),
         (("--kl-weight", "inf"), 2, "--kl-weight"),
         (("--lora-rank", "0"), 2, "--lora-rank"),
+        (("--full", "--lora-rank", "4"), 2, "--lora-rank beside --full"),
         (("--seed", "99999999999999999999999"), 2, "--seed"),
         (("--save-every", "0"), 2, "--save-every"),
         (("--teacher-device", "cuda:7"), 2, "--teacher-device"),
@@ -258,7 +244,7 @@ LONG = (*SMALL[2:], "--steps", "40", "--save-every", "5")
 def unbroken(pruned, text, tmp_path_factory):
     """What a run that never stopped ends with."""
     folder = shutil.copytree(pruned, tmp_path_factory.mktemp("unbroken") / "run")
-    done = command("recover", "--data", text, *LONG, "--run", folder)
+    done = run_forked("recover", "--data", text, *LONG, "--run", folder)
     assert done.returncode == 0, done.stderr
     return load_file(folder / "recovered" / "model.safetensors")
 
@@ -267,7 +253,7 @@ def unbroken(pruned, text, tmp_path_factory):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_stopped_it_goes_on_to_the_same_bits(run, text, unbroken, number):
     long = ("recover", "--data", text, *LONG, "--run", run)
-    process = start(*long)
+    process = Forked(*long)
     until(process, lambda: steps_in(run) > 6)
     process.send_signal(number)
     _out, err = process.communicate(timeout=150)
@@ -276,7 +262,7 @@ def test_stopped_it_goes_on_to_the_same_bits(run, text, unbroken, number):
         assert "goes on from there" in err
     assert not (run / "recovered").exists()
     assert 6 <= steps_in(run) < 40
-    again = command(*long)
+    again = run_forked(*long)
     assert again.returncode == 0, again.stderr
     assert "goes on after step" in again.stderr
     found = load_file(run / "recovered" / "model.safetensors")
@@ -286,7 +272,7 @@ def test_stopped_it_goes_on_to_the_same_bits(run, text, unbroken, number):
 
 def test_a_killed_process_takes_the_other_with_it_and_is_named(run, text, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    process = start("recover", "--data", text, *LONG, "--gpus", "2", "--device", "cpu", "--run", run)
+    process = Forked("recover", "--data", text, *LONG, "--gpus", "2", "--device", "cpu", "--run", run)
     until(process, lambda: steps_in(run) > 3)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
@@ -305,7 +291,7 @@ def test_a_killed_process_takes_the_other_with_it_and_is_named(run, text, monkey
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's word to children is Linux's")
 def test_processes_end_with_the_one_that_started_them(run, text):
-    process = start("recover", "--data", text, *LONG, "--gpus", "2", "--device", "cpu", "--run", run)
+    process = Forked("recover", "--data", text, *LONG, "--gpus", "2", "--device", "cpu", "--run", run)
     until(process, lambda: steps_in(run) > 3)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
@@ -322,7 +308,7 @@ def test_processes_end_with_the_one_that_started_them(run, text):
 def test_two_processes_end_together_and_go_on_as_one(run, text, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     long = ("recover", "--data", text, *SMALL[2:], "--steps", "60", "--device", "cpu", "--run", run)
-    process = start(*long, "--gpus", "2")
+    process = Forked(*long, "--gpus", "2")
     until(process, lambda: steps_in(run) > 3)
     process.send_signal(signal.SIGINT)
     _out, err = process.communicate(timeout=150)
@@ -331,6 +317,6 @@ def test_two_processes_end_together_and_go_on_as_one(run, text, monkeypatch, tmp
     assert not list(tmp_path.glob("lapcli-processes-*"))
     assert 3 < steps_in(run) < 60
     # The text is the same, whoever reads it.
-    again = command(*long)
+    again = run_forked(*long)
     assert again.returncode == 0, again.stderr
     assert json.loads((run / "recovery" / "recovery.json").read_text())["record"]["step"] == 60
