@@ -88,6 +88,11 @@ class _Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._raise)
 
+    def ignore(self) -> None:
+        """Take no more of them: what is left is to say that there was one, and to end."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
     def _raise(self, _signal: int, _frame: FrameType | None) -> None:
         self.seen = True
         raise _Interrupted
@@ -120,6 +125,8 @@ def main() -> None:
     try:
         app()
     except (Exception, _Interrupted) as error:
+        if interrupts.seen:
+            interrupts.ignore()
         from lapcli.cli import display
 
         if interrupts.seen:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -302,3 +303,25 @@ def test_module_and_script_are_the_same():
         )
     ]
     assert outputs[0] == outputs[1] != ""
+
+
+def test_a_second_signal_changes_nothing_any_more(lapcli, monkeypatch):
+    from lapcli.cli import app, display
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(app, "app", lambda: signal.raise_signal(signal.SIGTERM))
+    closing = display.closing
+
+    def hit_again(*arguments, **options):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        closing(*arguments, **options)
+
+    monkeypatch.setattr(display, "closing", hit_again)
+    try:
+        code, _out, err = lapcli("list", "families")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert code == 130
+    assert err.startswith("interrupted")
