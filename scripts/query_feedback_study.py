@@ -121,8 +121,9 @@ class Study(Commands):
         training = [
             "train", f"train/small-{key.variant}", "--seed", str(key.seed), "--tokens", str(key.tokens), "--data",
             mixture(str(options.text), str(recall)), "--run", str(run), "--kernel", options.kernel, "--micro-batch",
-            str(options.micro_batch), "--validate-every", str(options.validate_every), "--save-every",
-            str(options.save_every), *(["--compile"] if options.compile else []),
+            str(options.micro_batch), "--validation", str(options.validation), "--validate-every",
+            str(options.validate_every), "--save-every", str(options.save_every),
+            *(["--compile"] if options.compile else []),
         ]  # fmt: skip
         # In fp32, whatever trained it.
         measuring = [
@@ -343,6 +344,7 @@ def _training(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--lengths", type=_numbers, default=list(LENGTHS), help="of prompts, in tokens, with commas")
     parser.add_argument("--kernel", default="auto", help="that trains; `chunked` measures")
     parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--validation", type=int, default=64, help="sequences held out of each training")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, over all GPUs")
 
 

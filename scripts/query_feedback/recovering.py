@@ -205,8 +205,9 @@ class Recoveries(Commands):
             "recover", "--data", mixture(str(options.text), str(recall)), "--steps",
             str(steps(options.tokens, options.batch, options.seq_len)), "--batch-size", str(options.batch),
             "--seq-len", str(options.seq_len), "--lr", str(options.lr), "--micro-batch", str(options.micro_batch),
-            "--seed", str(cell.seed), "--validate-every", str(options.validate_every), "--save-every",
-            str(options.save_every), "--kernel", options.kernel, "--run", str(run),
+            "--seed", str(cell.seed), "--validation", str(options.validation), "--validate-every",
+            str(options.validate_every), "--save-every", str(options.save_every), "--kernel", options.kernel,
+            "--run", str(run),
             *(["--control", "--model", cell.model.path, "--teacher", cell.model.path] if control else []),
             *(["--add-query-feedback"] if "feedback" in cell.arm else []),
         ]  # fmt: skip
