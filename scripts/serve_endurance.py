@@ -23,8 +23,10 @@ from typing import Any
 import aiohttp
 import psutil
 
-WARM = 0.2
+WARM = 0.3
 """Of the requests whose memory is not judged: caches fill and allocators grow."""
+PROMPTS = 2000
+"""Different prompts. A tokenizer keeps up to 10,000 words, and would go on filling that with ever new ones."""
 
 
 async def main() -> None:
@@ -80,6 +82,7 @@ def _memory(process: psutil.Process) -> tuple[int, int]:
 async def endure(url: str, process: psutil.Process, requests: int, concurrency: int, seed: int) -> dict[str, Any]:
     """Send requests, so many at a time, and watch memory."""
     draw = random.Random(seed)
+    prompts = ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 120))) for _ in range(PROMPTS)]
     kinds = draw.choices(("whole", "stream", "broken off", "wrong", "scored"), (40, 30, 15, 5, 10), k=requests)
     statuses: Counter[str] = Counter()
     samples: list[tuple[int, int, int]] = []
@@ -90,7 +93,7 @@ async def endure(url: str, process: psutil.Process, requests: int, concurrency: 
     async def work(session: aiohttp.ClientSession) -> None:
         nonlocal done
         for number, kind in queue:
-            statuses[f"{kind}: {await _ask(session, url, number, kind, draw)}"] += 1
+            statuses[f"{kind}: {await _ask(session, url, number, kind, draw, prompts)}"] += 1
             done += 1
             if done % max(1, requests // 200) == 0:
                 samples.append((done, *_memory(process)))
@@ -110,9 +113,11 @@ async def endure(url: str, process: psutil.Process, requests: int, concurrency: 
     }
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, number: int, kind: str, draw: random.Random) -> str:
+async def _ask(
+    session: aiohttp.ClientSession, url: str, number: int, kind: str, draw: random.Random, prompts: list[str]
+) -> str:
     body: dict[str, Any] = {
-        "prompt": "".join(draw.choices("abcdefgh ", k=draw.randint(1, 120))),
+        "prompt": prompts[number % PROMPTS],
         "max_tokens": draw.randint(1, 24),
         "temperature": draw.choice((0, 1)),
         "seed": number,

@@ -87,6 +87,10 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     source = resolve_model(settings.model)
     device = torch.device(settings.device)
     dtype: torch.dtype = getattr(torch, settings.dtype)
+    if settings.memory is not None and device.type == "cuda":
+        # What activations take counts, too; what goes beyond it fails here, not in another program.
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.memory / whole), device)
     trusted = settings.trust_remote_code
     tokenizer = load_tokenizer(source, trust_remote_code=trusted)
     model = load_model(
@@ -108,7 +112,12 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
         engine = Engine(model, max_rows=rows, **room)
     piece = settings.piece or (_GPU_PIECE if device.type == "cuda" else _CPU_PIECE)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= rows]
-    engine.warm_up(sorted({*sizes, rows}), GenerationSettings())
+    for way in (
+        GenerationSettings(),
+        GenerationSettings(temperature=1.0),
+        GenerationSettings(temperature=1.0, top_p=0.9),
+    ):
+        engine.warm_up(sorted({*sizes, rows}), way)
     facts = {
         "max_length": settings.max_length,
         "rows": rows,
