@@ -44,10 +44,12 @@ def run(
         str | None,
         _axis(
             "Models with random weights: gdn, qwen3.5-like, delta-net, toy, demo:gdn, a directory or config.json; "
+            "Transformers, whole and converted: llama-like, smollm2-like, toy-llama, a Llama's config.json; "
             "layers of an operator: gdn, qwen3.5, toy. Default: gdn, and qwen3.5 as a layer"
         ),
     ] = None,
     ratio: Annotated[str | None, _axis("Removed fractions of the key width. Default: 0,0.5,0.75")] = None,
+    share: Annotated[str | None, _axis("Of a Transformer's layers that are made states. Default: 0,0.25,0.5")] = None,
     batch: Annotated[str | None, _axis("Rows, the most telling first. Default: 64,1,16,256; prompts: 8,1")] = None,
     tokens: Annotated[
         str | None, _axis("Tokens seen before a decode step, or of a prompt. Default: 512; prompts: 512 to 8192")
@@ -108,7 +110,8 @@ def run(
     if kind not in ("paper", *_SPEED, *_STAGES):
         raise UsageError(f"there is no benchmark {kind!r}; there is: {', '.join((*_SPEED, *_STAGES))}")
     given: dict[str, Any] = {
-        "--config": config, "--ratio": ratio, "--batch": batch, "--tokens": tokens, "--widths": widths,
+        "--config": config, "--ratio": ratio, "--share": share, "--batch": batch, "--tokens": tokens,
+        "--widths": widths,
         "--phase": phase, "--ways": ways, "--state-dtype": state_dtype, "--backward": backward or None,
         "--profile": profile or None,
         "--memory": memory, "--budget": budget, "--first-config": first_config or None, "--output": output,
@@ -134,6 +137,7 @@ def run(
         kind,
         configs=_words(config),
         ratios=_words(ratio),
+        shares=_words(share),
         batches=_numbers("--batch", batch),
         tokens=_numbers("--tokens", tokens),
         widths=_numbers("--widths", widths),
@@ -149,8 +153,8 @@ def run(
 
 
 _NOT_FOR_PAPER = (
-    "--config", "--ratio", "--batch", "--tokens", "--widths", "--phase", "--ways", "--state-dtype", "--backward",
-    "--memory", "--profile",
+    "--config", "--ratio", "--share", "--batch", "--tokens", "--widths", "--phase", "--ways", "--state-dtype",
+    "--backward", "--memory", "--profile",
 )  # fmt: skip
 
 
@@ -297,12 +301,19 @@ def _line(row: "Row") -> str:
 
 def _show(results: "Results", kind: str) -> None:
     from lapcli.benchmarks.speed.paper import paper_tables
-    from lapcli.benchmarks.speed.tables import generation_crossings, notes, prefill_crossings, tables
+    from lapcli.benchmarks.speed.tables import (
+        generation_crossings,
+        notes,
+        prefill_crossings,
+        share_crossings,
+        tables,
+    )
     from lapcli.cli import display
 
     for table in paper_tables(results.rows) if kind == "paper" else tables(results.rows):
         display.table(table.title, table.columns, table.rows)
-    for text in [*prefill_crossings(results.rows), *generation_crossings(results.rows)]:
+    crossed = (prefill_crossings, share_crossings, generation_crossings)
+    for text in [line for look in crossed for line in look(results.rows)]:
         display.closing(text)
     for text in notes(results.rows):
         display.remark(text, "dim")

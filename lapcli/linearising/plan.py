@@ -79,9 +79,9 @@ class Shape:
         width = config.get("head_dim") or config["hidden_size"] // readers
         return cls(config["num_hidden_layers"], config.get("num_key_value_heads") or readers, width)
 
-    def token_bytes(self, layers: int) -> int:
-        """Keys and values of one token in bf16, of so many layers."""
-        return 2 * layers * self.heads * self.head_width * _KV_BYTES
+    def token_bytes(self, layers: int, itemsize: int = _KV_BYTES) -> int:
+        """Keys and values of one token (in bf16 unless told), of so many layers."""
+        return 2 * layers * self.heads * self.head_width * itemsize
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Models with random weights from a config alone, for measuring: what a step costs does not depend on their values."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,12 +28,17 @@ def random_model(config: Mapping[str, Any], *, device: torch.device, dtype: torc
 
     from lapcli.families.library_kernels import choose_kernels
     from lapcli.families.loading import own_class
+    from lapcli.families.registry import find_family
 
     fields = dict(config)
     model_type = fields.pop("model_type", None)
     if model_type is None:
         raise ModelError("the config has no model_type, so nobody knows which model it is of")
+    family = find_family(config)
+    code = None if family is None else family.model_code(config)
     own = own_class(model_type)
+    if own is None and code is not None:
+        own = getattr(import_module(f"lapcli.families.remote.{code.module}"), code.model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         if own is not None:

@@ -5,10 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lapcli.benchmarks.speed import decode, step_operator
 from lapcli.benchmarks.speed.chunk_operator import chunk_operator_benchmark
-from lapcli.benchmarks.speed.configs import CONFIGS, read_config, recurrence_flop, rows_that_fit, subject
+from lapcli.benchmarks.speed.configs import (
+    CONFIGS,
+    attention_flop,
+    converted_subject,
+    read_config,
+    recurrence_flop,
+    rows_that_fit,
+    subject,
+)
 from lapcli.benchmarks.speed.decode import DecodeSettings, Models, decode_benchmark, memory_benchmark, step_floor
 from lapcli.benchmarks.speed.gate import compare
 from lapcli.benchmarks.speed.layers import Shape, shapes_of
@@ -193,6 +203,58 @@ def test_a_stock_hybrid_from_its_config_alone(tmp_path):
     assert rows["lapcli"].status == "measured", rows["lapcli"].detail
     assert rows["library"].status == "measured", rows["library"].detail
     assert rows["fla"].detail == "qwen3_next is a model of transformers"
+
+
+def test_a_transformer_at_shares_of_its_layers():
+    """Rows of every share are judged and say what a sequence keeps; floors count keys and values of what is left."""
+    shares = [converted_subject("toy-llama", CONFIGS["toy-llama"], share) for share in ("0", "0.25", "1")]
+    assert [one.name for one in shares] == ["toy-llama", "toy-llama, 25 % states", "toy-llama, 100 % states"]
+    assert [one.layers for one in shares] == [0, 1, 4]
+    models = Models(CPU, torch.float32)
+    rows = {
+        (row.cell.model, row.cell.way): row
+        for row in run_decode(collected(), shares, models=models, contexts=(40,), ways=("lapcli", "library"))
+    }
+    assert {row.status for row in rows.values()} == {"measured"}, rows
+    # By hand: two key heads of 16, fp32; two states of 16 x 16 a head.
+    for one, layers in zip(shares, (4, 3, 0), strict=True):
+        more = rows[one.name, "lapcli"].more
+        assert more["key_value_bytes"] == 40 * layers * 2 * 2 * 16 * 4
+        assert more["state_bytes"] == (4 - layers) * 2 * 2 * 16 * 16 * 4
+        short, long = (step_floor(models.get(one), 3, context, 1.0) for context in (10, 11))
+        assert long - short == 3 * layers * 2 * 2 * 16 * 4
+    results = collected()
+    prefill_benchmark(shares, [(1, 70)], results, models, settings=FEW)
+    assert {row.status for row in results.rows if row.cell.way == "lapcli"} == {"measured"}
+    assert {row.cell.way for row in results.rows if row.status == "not here"} == {"triton", "fla", "library", "pytorch"}
+
+
+def test_the_floor_of_a_transformers_prompt_is_what_torch_counts():
+    """Attention to half of the tokens: torch counts all of them, masked or not."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    whole, tokens = converted_subject("toy-llama", CONFIGS["toy-llama"], "0"), 96
+    model = Model(whole, CPU, torch.float32)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model.ours(input_ids=model.tokens(1, tokens), logits_to_keep=1)
+    counted = prefill_floor(model, 1, tokens, 1.0) + tokens * attention_flop(whole, tokens)
+    assert counter.get_total_flops() == counted
+
+
+def test_shares_count_the_products_of_states():
+    """By hand: one layer of two key heads, four readers, two states of 16 x 16, half a chunk of 8 before each token."""
+    one = converted_subject("toy-llama", CONFIGS["toy-llama"], "0.25")
+    writes, reads, within = 2 * 2 * 16 * 16, 4 * 2 * 16 * 16, 4 * 4 * (2 * 16 + 16)
+    assert recurrence_flop(one, chunk=8) == 2 * (writes + reads + within)
+    assert attention_flop(one, 100) == 2 * 3 * 4 * 50 * 32
+
+
+def test_the_shapes_of_released_transformers():
+    """Parameters of SmolLM2-135M, and of a 1.3 B Llama."""
+    for name, count in (("smollm2-like", 134_515_008), ("llama-like", 1_345_423_360)):
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in CONFIGS[name].items() if k != "model_type"}))
+        assert sum(value.numel() for value in {id(x): x for x in model.parameters()}.values()) == count
 
 
 def test_the_floor_of_a_prompt_is_what_recovery_counts_forward():

@@ -11,6 +11,7 @@ from lapcli.benchmarks.speed.tables import (
     generation_crossings,
     notes,
     prefill_crossings,
+    share_crossings,
     tables,
 )
 from lapcli.errors import ArtifactError
@@ -57,6 +58,26 @@ def test_memory_is_compared_with_the_base():
     (table,) = tables(found)
     assert table.rows[1][1:4] == ["80", "1990", "1.99"]
     assert table.rows[1][-2:] == ["90000", "1.80"]
+
+
+def test_what_a_sequence_keeps_and_where_a_converted_model_gets_faster():
+    rows = [
+        row("decode", 256, "lapcli", seconds, tokens=tokens, model=model, key_value_bytes=kv << 20, state_bytes=s << 20)
+        for model, tokens, seconds, kv, s in (
+            ("llama", 1024, 1e-3, 40, 0), ("llama", 4096, 4e-3, 160, 0),
+            ("llama, 50 % states", 1024, 2e-3, 20, 10), ("llama, 50 % states", 4096, 3e-3, 80, 10),
+        )
+    ]  # fmt: skip
+    (kept,) = [table for table in tables(rows) if table.title == "What one sequence keeps, MiB"]
+    assert kept.rows == [
+        ["llama", "1024", "40", "0", "40", "1.00"],
+        ["llama", "4096", "160", "0", "160", "1.00"],
+        ["llama, 50 % states", "1024", "20", "10", "30", "0.75"],
+        ["llama, 50 % states", "4096", "80", "10", "90", "0.56"],
+    ]
+    # From 1 ms too slow to 1 ms faster: half way.
+    assert share_crossings(rows) == ["decode, lapcli, batch 64: llama, 50 % states is faster from about 2560 tokens on"]
+    assert share_crossings(DECODE) == []
 
 
 def test_notes_say_each_thing_once():

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lapcli.errors import ModelError, UsageError
-from lapcli.families.registry import family_for
+from lapcli.families.base import StatefulLayer
+from lapcli.families.dual_state import TEACHERS, converted_config
+from lapcli.families.registry import family_for, find_family
+from lapcli.families.remote.lapcli_dual_state import DualStateSettings
+from lapcli.linearising.plan import Shape
+from lapcli.linearising.settings import layers_of
 from lapcli.selectors.budget import kept_width
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -52,8 +57,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 259,
         "initializer_range": 0.1,
     },
+    "smollm2-like": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 65536,
+    },
+    "llama-like": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 32000,
+        "max_position_embeddings": 65536,
+    },
+    "toy-llama": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 259,
+        "initializer_range": 0.1,
+        "max_position_embeddings": 65536,
+    },
 }
-"""By name: the 1.5 B Gated DeltaNet of most figures, one with the heads of a Qwen3.5 layer, a DeltaNet, and a toy."""
+"""By name: the 1.5 B Gated DeltaNet of most figures, one with the heads of a Qwen3.5 layer, a DeltaNet, and a toy;
+Transformers of the shapes of SmolLM2-135M and of a 1.3 B Llama, and a toy."""
+SHARES = ("0", "0.25", "0.5")
+"""Of a Transformer's layers that are made states, where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +109,7 @@ class Subject:
         key_width: K, after pruning.
         value_width: V.
         layers: stateful layers.
+        share: converted fraction of a Transformer's layers, as asked for; `None` for other models.
     """
 
     name: str
@@ -79,18 +120,31 @@ class Subject:
     key_width: int
     value_width: int
     layers: int
+    share: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What a reader of results needs to know of it."""
-        return {"model": self.name, "ratio": self.ratio, "key_width": self.key_width, "config": self.config}
+        shared = {} if self.share is None else {"share": self.share}
+        return {
+            "model": self.name, "ratio": self.ratio, "key_width": self.key_width, "config": self.config, **shared
+        }  # fmt: skip
+
+    def stateful(self) -> tuple[StatefulLayer, ...]:
+        """The layers with a state; none of a Transformer as it is."""
+        family = find_family(self.config)
+        return () if family is None else family.layers(self.config)
+
+    def attention_layers(self) -> int:
+        """Of a Transformer, layers that keep keys and values."""
+        return 0 if self.share is None else self.config["num_hidden_layers"] - self.layers
 
     def state_bytes(self, itemsize: int = 4) -> int:
         """Of one sequence, over all layers."""
-        return sum(layer.state_bytes(itemsize=itemsize) for layer in family_for(self.config).layers(self.config))
+        return sum(layer.state_bytes(itemsize=itemsize) for layer in self.stateful())
 
     def convolution_bytes(self, itemsize: int = 2) -> int:
         """Likewise, the inputs that short convolutions keep."""
-        return sum(layer.convolution_bytes(itemsize=itemsize) for layer in family_for(self.config).layers(self.config))
+        return sum(layer.convolution_bytes(itemsize=itemsize) for layer in self.stateful())
 
     @property
     def label(self) -> str:
@@ -165,11 +219,56 @@ def subject(name: str, config: Mapping[str, Any], ratio: str | float) -> Subject
     )
 
 
+def is_transformer(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a Transformer whose layers can be made states, all of whose layers are attention yet."""
+    return config.get("model_type") in TEACHERS
+
+
+def converted_subject(name: str, config: Mapping[str, Any], share: str | float) -> Subject:
+    """A Transformer with a share of its layers made states (two, as wide as its keys), evenly spread; 0 for none.
+
+    Which layers those are does not change what a step or a prompt costs.
+
+    Args:
+        name: what the Transformer is called.
+        config: of it.
+        share: of its layers.
+
+    Raises:
+        UsageError: it is no number from 0 to 1.
+    """
+    count = config["num_hidden_layers"]
+    number = 0 if str(share).strip() in ("0", "0.0") else layers_of(str(share).strip(), count)
+    document = dict(config)
+    if number:
+        layers = [int((each + 0.5) * count / number) for each in range(number)]
+        document = converted_config(config, DualStateSettings(layers=tuple(layers)).as_config())
+    shape = Shape.of(config)
+    called = name if not number else f"{name}, {100 * number / count:.3g} % states"
+    states = document.get("dual_state", {}).get("states", 0)
+    return Subject(
+        called, 0.0, document, shape.heads, shape.heads * max(1, states), shape.head_width, shape.head_width, number,
+        number / count,
+    )  # fmt: skip
+
+
+def attention_flop(subject: Subject, tokens: int) -> float:
+    """Operations of a token's softmax attention in a Transformer's prompt: each sees half of the tokens."""
+    readers = subject.config["num_attention_heads"] if subject.share is not None else 0
+    return 2 * subject.attention_layers() * readers * (tokens / 2) * (subject.key_width + subject.value_width)
+
+
 def recurrence_flop(subject: Subject, chunk: int = 64) -> float:
     """Floating-point operations of a token's recurrences, over all layers, as the chunked form multiplies.
 
-    The count by multiplications is derived in `lapcli.benchmarks.recovery`.
+    The count by multiplications is derived in `lapcli.benchmarks.recovery`. Of gated states: each key head writes
+    `K V` a state, each query head reads as many, and has `K` a state and `V` for each of the half chunk before it.
     """
+    if subject.share is not None:
+        key, value, readers = subject.key_width, subject.value_width, subject.config["num_attention_heads"]
+        states = subject.value_heads // subject.key_heads
+        within = chunk / 2 * (states * key + value)
+        return 2 * subject.layers * (subject.value_heads * key * value + readers * (states * key * value + within))
     key, value, shared = subject.key_width, subject.value_width, subject.key_heads / subject.value_heads
     products = 2 * chunk * key * shared + chunk**2 / 2 + chunk * (2 * value + key) + 3 * key * value
     return 2 * subject.layers * subject.value_heads * products

@@ -13,6 +13,8 @@ from lapcli.benchmarks.speed.kernel_times import kernel_times
 from lapcli.benchmarks.speed.library import SHORT, LibraryDecode, generate_seconds, why_no_fla
 from lapcli.benchmarks.speed.models import DISTINCT, STEPS, Model
 from lapcli.benchmarks.speed.results import Cell, Results, Row
+from lapcli.families.dual_state import has_states, set_kernel
+from lapcli.linearising.plan import Shape
 from lapkernels.timing import (
     REPEATS,
     TRIALS,
@@ -95,6 +97,8 @@ class EngineDecode:
 
         if hasattr(model, "set_kernel"):
             model.set_kernel("chunked")
+        elif has_states(model.config.to_dict()):
+            set_kernel(model, "chunked", model.device)
         graphs = False if kernel == "reference" else None
         self.engine = Engine(
             model, max_rows=rows, max_length=length, state_dtype=state_dtype, kernel=kernel, graphs=graphs
@@ -150,8 +154,18 @@ def step_floor(model: Model, batch: int, context: int, bandwidth: float, state_i
     return (moved + batch * context * _key_value_bytes(model)) / bandwidth
 
 
+def sequence_bytes(model: Model, context: int, state_itemsize: int = 4) -> dict[str, int]:
+    """What one sequence of so many tokens keeps: `key_value_bytes`, and `state_bytes` with convolution inputs."""
+    inputs = model.subject.convolution_bytes(torch.finfo(model.dtype).bits // 8)
+    states = model.subject.state_bytes(state_itemsize) + inputs
+    return {"key_value_bytes": context * _key_value_bytes(model), "state_bytes": states}
+
+
 def _key_value_bytes(model: Model) -> int:
-    """Of a token, in the softmax layers of a hybrid."""
+    """Of a token, in the softmax layers of a hybrid or a Transformer."""
+    itemsize = torch.finfo(model.dtype).bits // 8
+    if model.subject.share is not None:
+        return Shape.of(model.subject.config).token_bytes(model.subject.attention_layers(), itemsize)
     config = model.ours.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ()
     layers = sum(kind in ("full_attention", "attention") for kind in kinds)
@@ -159,7 +173,7 @@ def _key_value_bytes(model: Model) -> int:
         return 0
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return layers * 2 * heads * width * torch.finfo(model.dtype).bits // 8
+    return layers * 2 * heads * width * itemsize
 
 
 class Models:
@@ -378,6 +392,7 @@ def _decode_row(cell: Cell, model: Model, results: Results, settings: DecodeSett
         peak_bytes=most_held(model.device),
         more={
             "tokens_per_second": cell.batch / timing.seconds,
+            **sequence_bytes(model, cell.tokens, _itemsize(cell.state_dtype)),
             **(_kernels(run, model.device) if looked else {}),
         },
     )
@@ -457,7 +472,7 @@ def _engine_generates(
 ) -> list[float]:
     from lapcli.runtime import GenerationSettings
 
-    way = EngineDecode(model.ours, prompt.shape[0], prompt.shape[1] + many + 1, settings.state_dtype)
+    way = EngineDecode(model.ours, prompt.shape[0], prompt.shape[1] + 4 * many + 1, settings.state_dtype)
 
     def took(count: int) -> float:
         begun = clock()
@@ -537,8 +552,7 @@ def _memory_row(
 ) -> Row:
     itemsize = _itemsize(cell.state_dtype)
     weights = sum(value.nbytes for value in {id(x): x for x in model.ours.parameters()}.values())
-    each = model.subject.state_bytes(itemsize) + model.subject.convolution_bytes(torch.finfo(model.dtype).bits // 8)
-    each += cell.tokens * _key_value_bytes(model)
+    each = sum(sequence_bytes(model, cell.tokens, itemsize).values())
     fit = rows_that_fit(memory, weights, each)
     if fit < 1:
         return Row(replace(cell, batch=0), "out of memory", "not one sequence fits beside the weights")

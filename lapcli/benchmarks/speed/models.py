@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lapcli.benchmarks.speed.configs import Subject
 from lapcli.benchmarks.speed.gate import Verdict, compare
+from lapcli.families.dual_state import has_states, set_kernel
 from lapcli.families.loading import own_class
 from lapcli.runtime.random_models import random_model
 from lapkernels.timing import free
@@ -116,15 +117,20 @@ class Model:
 
     @torch.no_grad()
     def _logits(self, model: Any, tokens: Tensor, kernel: str) -> Tensor:
-        """The last logits, by PyTorch's forms of the recurrence where the model is lapcli's own."""
+        """The last logits, by PyTorch's forms of the recurrence where the model is lapcli's own, or converted."""
         before = model.mixers()[0].kernel if self.is_own else None
         if self.is_own:
             model.set_kernel(kernel)
+        elif has_states(self.subject.config):
+            # Token by token would take minutes for long prompts; the wider dtype is what makes it exact.
+            set_kernel(model, "chunked", self.device)
         try:
             return model(input_ids=tokens, use_cache=False, logits_to_keep=STEPS + 1).logits.clone()
         finally:
             if before is not None:
                 model.set_kernel(before)
+            elif has_states(self.subject.config):
+                set_kernel(model, "auto", self.device)
 
     def judge(
         self,

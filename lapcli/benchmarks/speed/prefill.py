@@ -6,16 +6,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapcli.benchmarks.speed.configs import Subject, recurrence_flop
-from lapcli.benchmarks.speed.decode import DecodeSettings, Models, attempt, cell_of, failed, forget_peak, most_held
+from lapcli.benchmarks.speed.configs import Subject, attention_flop, recurrence_flop
+from lapcli.benchmarks.speed.decode import (
+    DecodeSettings,
+    Models,
+    attempt,
+    cell_of,
+    failed,
+    forget_peak,
+    most_held,
+    sequence_bytes,
+)
 from lapcli.benchmarks.speed.gate import compare
 from lapcli.benchmarks.speed.library import why_no_fla
 from lapcli.benchmarks.speed.models import CHUNK, STEPS, Model
 from lapcli.benchmarks.speed.results import Cell, Results, Row
+from lapcli.families.dual_state import has_states, set_kernel
 from lapcli.families.taps import CACHES
 from lapcli.models.cache import RecurrentCache
 from lapcli.runtime.pieces import Pieces
 from lapcli.runtime.prefill import cache_argument
+from lapkernels.dual_state import select_impl as select_states
 from lapkernels.timing import measure
 
 WAYS = ("lapcli", "triton", "fla", "library", "pytorch")
@@ -30,7 +41,7 @@ GATE_TOKENS = 130
 def prefill_floor(model: Model, batch: int, tokens: int, product_flops: float) -> float:
     """Seconds that the products of a prompt take: all matrices for each token, the recurrences, the head once a row."""
     head = model.ours.get_output_embeddings().weight.numel()
-    each = 2 * model.product_weights() + recurrence_flop(model.subject)
+    each = 2 * model.product_weights() + recurrence_flop(model.subject) + attention_flop(model.subject, tokens)
     return (batch * tokens * each + 2 * batch * head) / product_flops
 
 
@@ -40,8 +51,15 @@ def why_not_way(way: str, model: Model) -> str | None:
         return why_no_fla(model.subject.config["model_type"], model.device)
     if way == "library" and model.is_own:
         return "lapcli and fla have this model, transformers has not"
+    if way == "library" and model.subject.share is not None:
+        return "prompts of Transformers go through transformers' own pass: `lapcli` is it"
+    if way in _KERNELS and has_states(model.subject.config):
+        if way == "triton":
+            return "chunks of gated states have no Triton kernel of lapcli's"
+        choice = select_states(model.device, model.dtype, time=GATE_TOKENS).name
+        return "lapcli takes it by itself" if choice == _KERNELS[way] else None
     if way in _KERNELS and not model.is_own:
-        return "transformers' model is `library`"
+        return "transformers' model is `library`" if model.subject.share is None else "there is no state yet"
     if way in _KERNELS:
         from lapkernels.delta_rule import select_impl, why_not
 
@@ -67,6 +85,8 @@ def prefill_of(way: str, model: Model) -> Callable[[Tensor], Tensor]:
         if own:
             # Other ways of the same model choose for themselves in between.
             model.ours.set_kernel(kernel)
+        elif has_states(model.subject.config):
+            set_kernel(model.ours, kernel, model.device)
         if pieces is not None and len(prompts) == 1:
             return pieces.run(prompts, RecurrentCache())
         found = ours(input_ids=prompts, use_cache=True, logits_to_keep=1, **{argument: None})
@@ -143,6 +163,9 @@ def _row(
         trials=settings.trials, limit=settings.limit,
     )  # fmt: skip
     kernel = model.ours.kernel_choice(cell.tokens).name if model.is_own and cell.way != "fla" else ""
+    if has_states(model.subject.config):
+        chosen = _KERNELS.get(cell.way, "auto")
+        kernel = select_states(model.device, model.dtype, time=cell.tokens).name if chosen == "auto" else chosen
     return Row.timed(
         cell,
         timing,
@@ -150,7 +173,10 @@ def _row(
         share=share,
         detail=f"kernel: {kernel}" if kernel else "",
         peak_bytes=most_held(model.device),
-        more={"tokens_per_second": cell.batch * cell.tokens / timing.seconds},
+        more={
+            "tokens_per_second": cell.batch * cell.tokens / timing.seconds,
+            **sequence_bytes(model, cell.tokens),
+        },
     )
 
 

@@ -9,7 +9,14 @@ import torch
 
 from lapcli.benchmarks.speed import chunk_operator, decode, mixer, prefill, step_operator
 from lapcli.benchmarks.speed.chunk_operator import chunk_operator_benchmark
-from lapcli.benchmarks.speed.configs import Subject, read_config, subject
+from lapcli.benchmarks.speed.configs import (
+    SHARES,
+    Subject,
+    converted_subject,
+    is_transformer,
+    read_config,
+    subject,
+)
 from lapcli.benchmarks.speed.decode import DecodeSettings, Models, decode_benchmark, memory_benchmark
 from lapcli.benchmarks.speed.layers import LAYERS, Shape, shapes_of
 from lapcli.benchmarks.speed.mixer import mixer_benchmark
@@ -43,6 +50,7 @@ class Request:
         kind: one of `KINDS`.
         configs: models, or layers of an operator.
         ratios: removed fractions, as typed.
+        shares: converted fractions of a Transformer's layers, as typed.
         batches: rows, the most telling first.
         tokens: seen before a decode step; of a prompt.
         widths: key widths of an operator.
@@ -58,6 +66,7 @@ class Request:
     kind: str
     configs: tuple[str, ...] = ()
     ratios: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
@@ -153,8 +162,7 @@ def plan(request: Request) -> Work:
             raise UsageError(f"--widths {', '.join(map(str, widths))}: all beyond the layers' own key widths")
     elif kind != "paper":
         names = request.configs or (("toy",) if quick else ("gdn",))
-        ratios = request.ratios or (("0", "0.5") if quick else ("0", "0.5", "0.75"))
-        subjects = tuple(tuple(_subjects(name, ratios)) for name in names)
+        subjects = tuple(tuple(_subjects(name, request)) for name in names)
     return Work(
         request,
         subjects,
@@ -174,6 +182,7 @@ def _refuse_unread(request: Request) -> None:
         ("--widths", request.widths, kind == "operator", "name removed fractions with --ratio"),
         ("--phase", request.phases, kind in ("mixer", "operator"), "drop it"),
         ("--ratio", request.ratios, kind != "operator", "name key widths with --widths"),
+        ("--share", request.shares, kind in PHASES, "drop it"),
         ("--batch", request.batches, not full, "--memory says how many rows there are"),
         ("--ways", request.ways, not full, "--memory is measured of lapcli alone"),
         ("--state-dtype", request.state_dtypes, kind != "prefill", "a prompt's states are fp32"),
@@ -189,8 +198,21 @@ def _refuse_unread(request: Request) -> None:
             raise UsageError(f"{name} {said}: one at a time here", f"for example {name} {values[0]}")
 
 
-def _subjects(name: str, ratios: Sequence[str]) -> list[Subject]:
+def _subjects(name: str, request: Request) -> list[Subject]:
     called, config = read_config(name)
+    if is_transformer(config):
+        if request.kind not in PHASES:
+            raise UsageError(f"{called} is a Transformer: `bench decode` and `bench prefill` measure it whole")
+        if request.ratios:
+            raise UsageError(
+                f"--ratio is a fraction of the key width of states, and {called} is a Transformer",
+                "name shares of its layers that are made states with --share",
+            )
+        shared = [converted_subject(called, config, share) for share in request.shares or SHARES]
+        return list({one.layers: one for one in shared}.values())
+    if request.shares:
+        raise UsageError(f"--share is about Transformers, and {called} is none", "name removed fractions with --ratio")
+    ratios = request.ratios or (("0", "0.5") if request.quick else ("0", "0.5", "0.75"))
     found = [subject(called, config, ratio) for ratio in ratios]
     return list({one.key_width: one for one in found}.values())
 

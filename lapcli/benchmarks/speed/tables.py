@@ -62,8 +62,32 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             for backward in sorted({row.cell.backward for row in ours}):
                 some = [row for row in ours if row.cell.backward == backward]
                 found.append(_ways(title + (", forward and backward" if backward else ""), what, some))
+    kept = _kept(rows)
+    found += [kept] if kept.rows else []
     found += [_kernels(row) for row in rows if "kernels" in row.more]
     return found
+
+
+def _kept(rows: Sequence[Row]) -> Table:
+    """What a sequence keeps, where that grows with its length."""
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+    for row in rows:
+        if row.more.get("key_value_bytes"):
+            found[row.cell.model, row.cell.tokens] = (row.more["key_value_bytes"], row.more["state_bytes"])
+    body: list[list[str]] = []
+    for (model, tokens), parts in sorted(found.items()):
+        whole = found.get((whole_of(model), tokens))
+        shares = [f"{part / 2**20:.4g}" for part in (*parts, sum(parts))]
+        body.append([model, str(tokens), *shares, _times(None if whole is None else sum(parts) / sum(whole))])
+    return Table(
+        "What one sequence keeps, MiB", ["model", "tokens", "keys and values", "states", "both", "of the whole model"],
+        body,
+    )  # fmt: skip
+
+
+def whole_of(model: str) -> str:
+    """The name of the Transformer that a converted one was (`lapcli.benchmarks.speed.configs`)."""
+    return model.partition(", ")[0]
 
 
 def _kernels(row: Row) -> Table:
@@ -288,6 +312,27 @@ def _crossed(rows: Sequence[Row], kinds: Sequence[str], line_of: Callable[[Row],
                     f"{what}, {model}, {way}, batch {batch}: {crossing.faster} is faster from about "
                     f"{crossing.at:.0f} tokens on"
                 )
+    return said
+
+
+def share_crossings(rows: Sequence[Row]) -> list[str]:
+    """From which length on a Transformer with some layers made states is faster (or slower) than the whole one."""
+    lines: dict[tuple[str, str, str, int], dict[int, float]] = {}
+    for row in rows:
+        if row.cell.what in ("decode", "prefill") and row.seconds is not None:
+            key = (row.cell.what, row.cell.way, row.cell.model, row.cell.batch)
+            lines.setdefault(key, {})[row.cell.tokens] = row.seconds
+    said: list[str] = []
+    for (what, way, model, batch), values in lines.items():
+        base = lines.get((what, way, whole_of(model), batch), {})
+        places = sorted(set(values) & set(base))
+        if whole_of(model) == model or len(places) < 2:
+            continue
+        first, second = ([line[place] for place in places] for line in (values, base))
+        said += [
+            f"{what}, {way}, batch {batch}: {crossing.faster} is faster from about {crossing.at:.0f} tokens on"
+            for crossing in crossings(places, first, second, (model, whole_of(model)))
+        ]
     return said
 
 
