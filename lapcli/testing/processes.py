@@ -1,0 +1,234 @@
+"""Processes for tests that stop, kill and repeat lapcli: forked from one that has done the imports.
+
+A new interpreter takes seconds to import torch and transformers, more than most of what such tests let it do. Here a
+server of `multiprocessing` imports them once, with one thread, and each process is a fork of it. Where the start of the
+interpreter, its imports or what it leaves at its end are what is tested, `subprocess` is right.
+"""
+
+import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+_IMPORTED = ("lapcli.cli.app", "lapcli.models", "lapcli.stages.calibration", "lapcli.stages.recovery")
+
+
+class Forked:
+    """A process of its own, which can be waited for and be sent signals as a `subprocess.Popen`.
+
+    With a CUDA device in the machine it is a new interpreter: no fork could use what looked for one.
+
+    Args:
+        arguments: of `lapcli`; of `program`, where one is given.
+        program: Python source that is run instead of `lapcli`, as `python -c` would.
+        environment: all of it; the caller's if not given.
+        threads: of torch's work.
+    """
+
+    def __init__(
+        self, *arguments: object, program: str | None = None, environment: Mapping[str, str] | None = None,
+        threads: int = 1,
+    ) -> None:  # fmt: skip
+        # Files, since nobody reads a pipe while the process works.
+        self._open = ExitStack()
+        self._files = [self._open.enter_context(file()) for file in (tempfile.TemporaryFile,) * 2]
+        given = [str(each) for each in arguments]
+        around = dict(os.environ if environment is None else environment)
+        self._process = (_interpreter if _has_cuda() else _fork)(given, program, around, threads, self._files)
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, the negative number of the signal that ended it, or None while it runs."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """As `returncode`."""
+        return self._process.poll() if isinstance(self._process, subprocess.Popen) else self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for its end; gives all that it wrote to stdout and to stderr.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after so many seconds; it is killed.
+        """
+        (self._process.wait if isinstance(self._process, subprocess.Popen) else self._process.join)(timeout)
+        if self.poll() is None:
+            self.kill()
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        said = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in self._files]
+        return said[0], said[1]
+
+    def __del__(self) -> None:
+        """Close what it wrote to."""
+        self._open.close()
+
+
+def run_forked(
+    *arguments: object, program: str | None = None, environment: Mapping[str, str] | None = None, threads: int = 1,
+    timeout: float = 200.0,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """As `Forked`, to its end; gives what `subprocess.run` does.
+
+    Raises:
+        subprocess.TimeoutExpired: it still runs after `timeout` seconds; it is killed.
+    """
+    process = Forked(*arguments, program=program, environment=environment, threads=threads)
+    out, err = process.communicate(timeout)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(list(map(str, arguments)), process.returncode, out, err)
+
+
+def run_together(
+    count: int, *arguments: object, program: str | None = None, timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Several processes that find each other as under `torchrun`, each of one thread, to the end of all.
+
+    Unlike `torchrun` it ends none of them because another has failed.
+
+    Args:
+        count: how many.
+        arguments: of all, as `Forked` has them.
+        program: as `Forked` has it.
+        timeout: seconds for all.
+
+    Returns:
+        The first exit code that is not 0, and what they wrote, in the order of their ranks.
+
+    Raises:
+        subprocess.TimeoutExpired: one of them still runs after `timeout` seconds; all are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    running = [
+        Forked(
+            *arguments,
+            program=program,
+            environment={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(count)
+    ]
+    end = time.monotonic() + timeout
+    try:
+        said = [process.communicate(max(0.0, end - time.monotonic())) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    codes = [process.returncode or 0 for process in running]
+    return subprocess.CompletedProcess(
+        list(map(str, arguments)),
+        next((code for code in codes if code), 0),
+        "".join(out for out, _ in said),
+        "".join(err for _, err in said),
+    )
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _interpreter(
+    arguments: list[str],
+    program: str | None,
+    environment: dict[str, str],
+    threads: int,
+    files: Sequence[IO[bytes]],
+) -> subprocess.Popen[bytes]:
+    what = ["-m", "lapcli"] if program is None else ["-c", program]
+    around = {**environment, "OMP_NUM_THREADS": str(threads)}
+    return subprocess.Popen([sys.executable, *what, *arguments], env=around, stdout=files[0], stderr=files[1])
+
+
+def _fork(
+    arguments: list[str],
+    program: str | None,
+    environment: dict[str, str],
+    threads: int,
+    files: Sequence[IO[bytes]],
+) -> multiprocessing.process.BaseProcess:
+    from multiprocessing.forkserver import ensure_running
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
+    # Read when OpenMP and OpenBLAS are loaded: threads of theirs would not outlive a fork.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    around = {**environment, "OMP_NUM_THREADS": str(threads)}
+    process = context.Process(
+        target=_begin,
+        args=(arguments, program, around, threads, _Files(*(file.fileno() for file in files)), Path.cwd()),
+    )
+    process.start()
+    return process
+
+
+class _Files:
+    """Open files, which have other numbers where they arrive."""
+
+    def __init__(self, *files: int) -> None:
+        self.files = files
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.reduction import DupFd
+
+        return _arrived, tuple(DupFd(file) for file in self.files)
+
+
+def _arrived(*files: Any) -> _Files:
+    return _Files(*(file.detach() for file in files))
+
+
+def _begin(
+    arguments: list[str], program: str | None, environment: dict[str, str], threads: int, files: _Files, folder: Path
+) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    for number, file in enumerate(files.files, 1):
+        os.dup2(file, number)
+        os.close(file)
+    import torch
+
+    torch.set_num_threads(threads)
+    sys.argv = ["-c" if program else "lapcli", *arguments]
+    if program is None:
+        from lapcli.cli.app import main
+
+        main()
+    else:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
