@@ -115,7 +115,7 @@ class Supervisor:
         try:
             while line := await reader.readline():
                 self._hear(line)
-        except (ConnectionResetError, ValueError) as error:
+        except (OSError, ValueError) as error:
             if isinstance(error, ValueError):
                 confused = f"it said what nobody understands ({error})"
                 process.kill()
