@@ -67,7 +67,7 @@ nothing after its sources. Not for any decision about people.
 
     python scripts/query_feedback_study.py prepare TEXTS text.jsonl.xz
     python scripts/query_feedback_study.py run --work DIR --text text.jsonl.xz --output runs.jsonl --gpus 1 \\
-        --variants {variant} --seeds {seed} --tokens {tokens}
+        --variants {variant} --seeds {seed} --tokens {budget}
     python scripts/query_feedback_study.py ship runs.jsonl --work DIR --output lapcli/demo/{name} --seed {seed}
 """  # noqa: E501 -- rows of Markdown tables cannot be broken
 
@@ -153,6 +153,7 @@ def _card(name: str, config: Mapping[str, Any], line: dict[str, Any], shares: Ma
         width=config["head_dim"],
         vocabulary=config["vocab_size"],
         tokens=training["tokens"],
+        budget=line["tokens"],
         steps=training["step"],
         length=TRAINED_LENGTH,
         machine=line["machine"],
