@@ -294,11 +294,15 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe file.
 
     Raises:
-        RecipeError: it is missing, no YAML, or not a valid recipe; or it is one of `lapcli train`.
+        RecipeError: it is missing, no YAML, or not a valid recipe; or it is one of `lapcli train` or `convert`.
     """
     settings = read_settings(path)
     if isinstance(settings.get("model"), dict) or "from" in settings:
         raise RecipeError(f"{path} is a recipe of training, not of a chain", f"lapcli train {path}")
+    if "distillation" in settings:
+        raise RecipeError(
+            f"{path} is a recipe of a conversion, not of a chain", f"lapcli convert --recipe {path} --output DIR"
+        )
     return validate(Recipe, settings, str(path))
 
 

@@ -10,10 +10,14 @@ import pytest
 from lapcli.cli.app import main
 from lapcli.data import parse_mixture
 from lapcli.data.hub import find_hub_set
+from lapcli.errors import RecipeError
 from lapcli.evaluation.tasks import TASKS, parse_tasks
+from lapcli.linearising.recipe import read_conversion
+from lapcli.linearising.settings import layers_of
 from lapcli.recipe import read_recipe
 from lapcli.stages.selection import budget_for
 from lapcli.sweeps.cells import expand
+from lapcli.testing.dual_state import tiny_source
 from lapcli.training.adapters import ALPHA, RANK
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,8 +26,9 @@ ALL = {
     for path in sorted((ROOT / "recipes").rglob("*.yaml"))
     if path.parent.name != "serve"
 }
+CONVERSIONS = {name: path for name, path in ALL.items() if name.split("/")[1].startswith("dsla")}
 # Those of training are chains of nothing: tests/stages/test_pretraining.py.
-RECIPES = {name: path for name, path in ALL.items() if not name.startswith("train/")}
+RECIPES = {name: path for name, path in ALL.items() if not name.startswith("train/") and name not in CONVERSIONS}
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 # What K is in the models of the paper, and in the one that ships.
 KEY_WIDTHS = {"paper": (128, 256), "gated_deltanet": (64,), "demo": (64,)}
@@ -94,3 +99,59 @@ def test_a_small_one_can_begin(name, tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert not exit_.value.code, err
     assert json.loads(out)["dry_run"] is True
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_asks_for_what_there_is(name):
+    recipe, said = read_conversion(CONVERSIONS[name]), header(CONVERSIONS[name])
+    assert all(said[part] for part in ("", "Run", "Needs", "Gives", "Costs"))
+    assert "arXiv 2506.09316" in said[""]
+    for part in (recipe.sensitivity, recipe.distillation):
+        assert part.data == "builtin" or find_hub_set(part.data)
+    for task in parse_tasks(recipe.tasks) if recipe.tasks else ():
+        assert task.name in TASKS
+    assert f"--recipe {name} " in said["Run"]
+    assert f"`{name}`" in (ROOT / "docs" / "dsla.md").read_text()
+    with pytest.raises(RecipeError, match="of a conversion, not of a chain"):
+        read_recipe(CONVERSIONS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CONVERSIONS if name.startswith("paper/")])
+def test_a_conversion_of_the_paper_keeps_to_its_settings(name):
+    recipe, said = read_conversion(CONVERSIONS[name]), header(CONVERSIONS[name])
+    distillation, layer = recipe.distillation, recipe.layer
+    assert (distillation.lr, distillation.lr_min, distillation.warmup) == (1e-4, 5e-5, 0.05)
+    assert (distillation.weight_decay, distillation.align) == (0.01, "mse")
+    assert (recipe.order, layer.states, layer.start, layer.window) == ("entropy", 2, "graded", None)
+    assert said["Costs"].startswith("estimate, not measured")
+    (layers,) = {int(count) for count in re.findall(r"-of-(\d+)", said["Run"])}
+    tokens = layers_of(recipe.fraction, layers) * distillation.tokens
+    if stated := re.search(r"([\d.]+) B tokens in all", said[""]):
+        assert tokens == pytest.approx(float(stated[1]) * 1e9, rel=0.01)
+
+
+def test_a_small_conversion_runs(tmp_path, monkeypatch, capsys):
+    """With a tiny teacher; options go before the recipe."""
+    teacher = tiny_source("llama", tmp_path / "teacher").path
+    job = [
+        "lapcli",
+        "convert",
+        str(teacher),
+        "--recipe",
+        "demo/dsla",
+        "--output",
+        str(tmp_path / "out"),
+        "--steps",
+        "2",
+    ]
+    job += ["--seq-len", "32", "--batch-size", "2", "--samples", "2", "--validation", "2", "--device", "cpu", "--json"]
+    for further in (["--dry-run"], ["--limit", "1", "--task", "builtin"]):
+        monkeypatch.setattr(sys, "argv", [*job, *further])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capsys.readouterr()
+        assert not exit_.value.code, err
+        found = json.loads(out)
+    assert len(found["order"]) == 1
+    made = json.loads((tmp_path / "out" / "conversion.json").read_text())["settings"]["distillation"]
+    assert (made["steps"], made["seq_len"], made["lr"], made["lr_min"]) == (2, 32, 3e-3, 3e-4)

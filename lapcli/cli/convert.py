@@ -42,6 +42,13 @@ def run(
             "demo:transformer for dsla."
         ),
     ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            help="dsla: a YAML file, or the name of one that ships, with model, fraction and settings; options given "
+            "here go first."
+        ),
+    ] = None,
     to: Annotated[str | None, typer.Option(help="What it becomes: qdelta or dsla.", rich_help_panel=_METHOD)] = None,
     output: Annotated[
         Path | None, typer.Option(help="Directory to write; dsla: of the whole conversion, with all its prefixes.")
@@ -124,6 +131,10 @@ def run(
     ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    kernel: Annotated[
+        str,
+        typer.Option(help="dsla: of the new layers: auto, reference, chunked, fla.", rich_help_panel=_MACHINE),
+    ] = "auto",
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
     dry_run: options.DryRun = False,
@@ -132,7 +143,7 @@ def run(
     """Write the converted model. qdelta needs no torch model and no GPU; dsla trains each new layer."""
     from lapcli.errors import UsageError
 
-    if to is None and (export is not None or export_to is not None):
+    if to is None and any(value is not None for value in (export, export_to, recipe)):
         to = "dsla"
     if to not in _TARGETS:
         asked = "--to is missing" if to is None else f"--to {to!r} is not known"
@@ -144,12 +155,22 @@ def run(
         "states": states, "start": start, "width": width, "window": window, "sinks": sinks,
         "fit": False if no_fit else None, "chained": False if independent else None, "seed": seed,
     }  # fmt: skip
-    of_dsla = {**given, "fraction": fraction, "export": export, "export_to": export_to, "task": task, "limit": limit}
+    of_dsla = {
+        **given,
+        "recipe": recipe,
+        "fraction": fraction,
+        "export": export,
+        "export_to": export_to,
+        "task": task,
+        "limit": limit,
+    }
     if to == "qdelta" and any(value is not None for value in of_dsla.values()):
         name = next(name for name, value in of_dsla.items() if value is not None)
         raise UsageError(f"--{_OPTIONS.get(name, name).replace('_', '-')} is about --to dsla, not --to qdelta")
     if to == "dsla" and lambda_init is not None:
         raise UsageError("--lambda-init is about --to qdelta, not --to dsla")
+    if to == "qdelta" and kernel != "auto":
+        raise UsageError("--kernel is about --to dsla, not --to qdelta, which runs none")
     if output is None:
         name = model or {"qdelta": "demo:gdn", "dsla": "demo:transformer"}[to]
         raise UsageError("--output is missing", f"for example: lapcli convert {name} --to {to} --output DIR")
@@ -169,8 +190,8 @@ def run(
     if export_to is not None:
         raise UsageError("--export-to without --export: which fraction is to be written?", "pass --export 0.25")
     convert_dsla.to_dsla(
-        model, fraction, output, given,
-        tasks=task or [], limit=limit, micro_batch=micro_batch, device=device, dtype=dtype, **said,
+        model, fraction, output, given, recipe=recipe,
+        tasks=task, limit=limit, micro_batch=micro_batch, device=device, dtype=dtype, kernel=kernel, **said,
     )  # fmt: skip
 
 

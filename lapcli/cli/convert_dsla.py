@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lapcli.linearising.recipe import ConversionRecipe
     from lapcli.linearising.settings import LinearisingSettings
 
 DEFAULT_TEACHER = "demo:transformer"
@@ -22,11 +23,13 @@ def to_dsla(
     output: Path,
     given: dict[str, Any],
     *,
-    tasks: list[str],
+    recipe: Path | None = None,
+    tasks: list[str] | None,
     limit: int | None,
     micro_batch: int | None,
     device: str,
     dtype: str,
+    kernel: str = "auto",
     overwrite: bool,
     as_json: bool,
     dry_run: bool,
@@ -39,31 +42,42 @@ def to_dsla(
         fraction: of its layers.
         output: the directory of the conversion.
         given: settings by the names that the options have in `LinearisingSettings`; `None` for those left out.
+        recipe: file or name of one; what options say goes first.
         tasks: on which each new prefix is measured.
         limit: items of each.
         micro_batch: sequences that are computed at once.
         device: where it runs.
         dtype: of frozen weights.
+        kernel: of the new layers.
         overwrite: whether an earlier conversion gives way.
         as_json: whether the result goes to stdout.
         dry_run: whether to do nothing.
         quiet: whether to say nothing.
     """
     from lapcli.cli import context, display
+    from lapcli.families.dual_state import kernel_choice
     from lapcli.families.source import resolve_model
+    from lapcli.linearising.recipe import read_conversion
     from lapcli.machine import Machine
+    from lapcli.shipped import find_recipe
     from lapcli.stages.linearising import linearise_into, plan_linearising
 
-    source = resolve_model(model or DEFAULT_TEACHER)
-    machine = Machine(device, dtype)
-    machine.torch_device()
-    machine.torch_dtype(source.config)
-    plan = plan_linearising(source, _settings(source, given), fraction or DEFAULT_FRACTION, output, overwrite=overwrite)
+    base = None if recipe is None else read_conversion(find_recipe(recipe))
+    source = resolve_model(model or (DEFAULT_TEACHER if base is None else base.model))
+    machine = Machine(device, dtype, kernel)
+    kernel_choice(kernel, machine.torch_device(), machine.torch_dtype(source.config), needs_gradient=True)
+    settings = _settings(source, given, base)
+    share = fraction or (DEFAULT_FRACTION if base is None else base.fraction)
+    plan = plan_linearising(source, settings, share, output, overwrite=overwrite)
+    if base is not None:
+        tasks, limit = base.tasks if tasks is None else tasks, base.limit if limit is None else limit
     if dry_run:
         display.would_do(plan.document(), as_json)
         return
     reporter = display.DisplayReporter(quiet or as_json)
-    result = linearise_into(plan, machine=machine, micro_batch=micro_batch, tasks=tasks, limit=limit, reporter=reporter)
+    result = linearise_into(
+        plan, machine=machine, micro_batch=micro_batch, tasks=tasks or [], limit=limit, reporter=reporter
+    )
     if as_json:
         display.emit(result.document())
         return
@@ -109,8 +123,8 @@ def export(fraction: str, output: Path, destination: Path | None, *, overwrite: 
     display.closing(f"{done}: {place}, {number} layers converted{context.loading(place)}", quiet=quiet)
 
 
-def _settings(source: Any, given: dict[str, Any]) -> "LinearisingSettings":
-    """The settings that options spell, with the model's defaults."""
+def _settings(source: Any, given: dict[str, Any], base: "ConversionRecipe | None" = None) -> "LinearisingSettings":
+    """The settings that options spell, with those of a recipe, or the model's defaults."""
     from lapcli.cli import context
     from lapcli.errors import UsageError
     from lapcli.linearising.settings import (
@@ -123,7 +137,7 @@ def _settings(source: Any, given: dict[str, Any]) -> "LinearisingSettings":
     )
 
     chosen = {name: value for name, value in given.items() if value is not None}
-    order = chosen.pop("order", "entropy")
+    order = chosen.pop("order", "entropy" if base is None else base.order)
     try:
         check_order(order)
     except ValueError as error:
@@ -132,14 +146,19 @@ def _settings(source: Any, given: dict[str, Any]) -> "LinearisingSettings":
         [chosen["window"]] = context.whole_numbers("window", str(chosen["window"]))
     if "lr" in chosen and "lr_min" not in chosen:
         chosen["lr_min"] = chosen["lr"] / 10
-    defaults = default_linearising(source.is_demo)
-    for part in defaults.values():
-        part["seq_len"] = context.fitting_length(source, part["seq_len"])
+    if base is None:
+        defaults = default_linearising(source.is_demo)
+        for part in defaults.values():
+            part["seq_len"] = context.fitting_length(source, part["seq_len"])
+    else:
+        defaults = {name: getattr(base, name).document() for name in ("sensitivity", "distillation")}
     shared = {name: chosen.pop(name) for name in _BOTH if name in chosen}
     layer = {name: chosen.pop(name) for name in _LAYER if name in chosen}
     text = {name: chosen.pop(name) for name in _TEXT if name in chosen}
     return LinearisingSettings(
-        layer=context.from_command_line(LayerSettings, layer, _NAMES),
+        layer=context.from_command_line(
+            LayerSettings, {**({} if base is None else base.layer.document()), **layer}, _NAMES
+        ),
         order=order,
         sensitivity=context.from_command_line(
             SensitivitySettings, {**defaults["sensitivity"], **shared, **text}, _NAMES

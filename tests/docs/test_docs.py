@@ -12,6 +12,7 @@ from lapcli.cli.app import app
 from lapcli.evaluation.tasks import TASKS
 from lapcli.families.registry import FAMILIES
 from lapcli.families.source import demo_models
+from lapcli.linearising.recipe import read_conversion
 from lapcli.pipeline import STAGES
 from lapcli.recipe import read_recipe
 from lapcli.selectors.registry import SELECTORS
@@ -76,6 +77,9 @@ def test_every_recipe_is_valid_and_says_how_to_run_it(path):
     if path.parent.name == "train":
         read_training_recipe(path)
         command = "train"
+    elif path.stem.startswith("dsla"):
+        read_conversion(path)
+        command = "convert --recipe" if path.stem != "dsla-states" else "convert MODEL --recipe"
     else:
         command = "run" if read_recipe(path).sweep is None else "sweep"
     assert f"lapcli {command} {path.relative_to(ROOT / 'recipes').with_suffix('')}" in path.read_text()
