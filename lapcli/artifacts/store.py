@@ -184,7 +184,12 @@ def write_artifact(path: Path, lineage: Lineage, tensors: "Mapping[str, torch.Te
         try:
             save_file(stored, temporary, metadata=metadata)
         except SafetensorError as error:
-            raise ArtifactError(f"{path} could not be written: {error}") from error
+            # Which says it in words alone; the commonest reason is a full disk.
+            full = "No space left" in str(error)
+            raise ArtifactError(
+                f"{path} could not be written: {error}",
+                "free some room, or name another place with --run or --output" if full else None,
+            ) from error
     return Artifact(path, lineage, tuple(sorted(stored)))
 
 

@@ -179,14 +179,21 @@ def lines_of(path: Path, *, after: int = 0, offset: int = 0) -> Iterator[Line]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of known kinds, but hidden ones, in the order of their names."""
-    return sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file()
-        and kind_of(file) in KNOWN_SUFFIXES
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
+    """The files of known kinds, but hidden ones, in the order of their names.
+
+    Raises:
+        DataError: one of them may not be looked at.
+    """
+    try:
+        return sorted(
+            file
+            for file in folder.rglob("*")
+            if kind_of(file) in KNOWN_SUFFIXES
+            and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+            and file.is_file()
+        )
+    except OSError as error:
+        raise DataError(f"{error.filename or folder} cannot be read: {error.strerror}.") from error
 
 
 def _read_folder(path: Path, text_field: str | None) -> Iterator[Document]:

@@ -58,9 +58,9 @@ def parse_mixture(source: str) -> tuple[Source, ...]:
         if name in named:
             raise DataError(f"data source '{source}' names {name} twice.")
         named[name] = weight
-    if len(named) == 1:
-        return (Source(next(iter(named)), 1.0),)
     for name, weight in named.items():
+        if weight is None and len(named) == 1:
+            return (Source(name, 1.0),)
         if weight is None:
             raise DataError(f"data source '{source}': {name} has no weight.", "Write a mixture as a:0.9,b:0.1")
         if not (isfinite(weight) and weight > 0):

@@ -35,14 +35,17 @@ def forget_aside(folder: Path) -> None:
 
 
 def check_ours(folder: Path, ours: Collection[str]) -> None:
-    """See that a folder that will give way holds what an earlier training left.
+    """See that a folder that will be written into, or give way, holds what an earlier training left, or nothing.
 
     Args:
         folder: which need not exist.
         ours: names of files and folders, one of which a training leaves.
 
     Raises:
-        ArtifactError: the folder holds something else.
+        ArtifactError: the folder holds something else, or is none.
     """
-    if folder.exists() and not set(ours) & {entry.name for entry in folder.iterdir()}:
+    if not folder.exists():
+        return
+    there = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {folder.name}
+    if there and not set(ours) & there:
         raise ArtifactError(f"{folder} is there, but lapcli did not write it", "remove it, or pass another --run DIR")

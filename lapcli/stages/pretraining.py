@@ -58,7 +58,7 @@ from lapcli.training.picture import draw_curve
 from lapcli.training.reload import Restored, check_trained
 from lapcli.training.stability import Watching
 from lapcli.training.stream import TrainingStream
-from lapcli.training.trackers import open_tracker
+from lapcli.training.trackers import TRACKERS, open_tracker
 from lapcli.training_recipe import PretrainingSettings
 from lapkernels.delta_rule import Choice, select_impl, why_not
 
@@ -68,7 +68,7 @@ CARD = "README.md"
 
 _MEND = "pass --restart to begin anew, or --run DIR to keep both"
 _CHECKED_TOKENS = 256
-_OURS = frozenset({CHECKPOINTS, CURVE_FILE, TRAINING_FILE, PICTURE, LINEAGE_FILE})
+_OURS = frozenset({CHECKPOINTS, CURVE_FILE, TRAINING_FILE, PICTURE, LINEAGE_FILE, *TRACKERS})
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,7 @@ def plan_training(
         if there is None:
             begun = _begun(request, folder)
     if there is None:
-        if restart:
-            check_ours(folder, _OURS)
+        check_ours(folder, _OURS)
         _check_output(folder, output)
         if processes.leader:
             _stream(request).check(settings.validation)
@@ -397,7 +396,14 @@ def _refuse_other_run(run: RunDirectory) -> None:
         ArtifactError: naming that model.
     """
     record = run.read_record()
-    if record is not None and Path(str(record["model"].get("name"))) != run.trained.resolve():
+    if record is None or Path(str(record["model"].get("name"))) == run.trained.resolve():
+        return
+    # A directory that was moved is the one that it was.
+    try:
+        moved = read_document(run.training / TRAINING_FILE, KIND).record.get("digest") == record["model"].get("digest")
+    except ArtifactError:
+        moved = False
+    if not moved:
         raise ArtifactError(
             f"{run.path} is a run of {record['model'].get('name')}, which was not trained in it",
             "name another directory with --run DIR",

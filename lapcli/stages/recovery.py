@@ -72,7 +72,7 @@ from lapcli.training.picture import draw_curve
 from lapcli.training.reload import Reloaded, check_reload
 from lapcli.training.stability import Watching
 from lapcli.training.stream import TrainingStream
-from lapcli.training.trackers import open_tracker
+from lapcli.training.trackers import TRACKERS, open_tracker
 
 KIND = "recovery"
 ADAPTER = "adapter"
@@ -81,7 +81,7 @@ CARD = "README.md"
 
 _MEND = "pass --restart to begin anew, or --run DIR to keep both"
 _CHECKED_TOKENS = 256
-_OURS = frozenset({CHECKPOINTS, CURVE_FILE, ADAPTER, RECOVERY_FILE, PICTURE, LINEAGE_FILE})
+_OURS = frozenset({CHECKPOINTS, CURVE_FILE, ADAPTER, RECOVERY_FILE, PICTURE, LINEAGE_FILE, *TRACKERS})
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def plan_recovery(
                 raise
             restart = True
     if there is None:
-        for place in (folder, output) if restart else (output,):
+        for place in (folder, output):
             check_ours(place, _OURS)
         if processes.leader:
             check_text(student, settings, trust_remote_code=trust_remote_code)

@@ -34,6 +34,7 @@ def test_an_existing_path_is_taken_as_it_is(tmp_path: Path):
         ("builtin:-1,recall:1", r"must be above 0"),
         ("builtin:nan,recall:1", r"must be above 0"),
         ("builtin:inf,recall:1", r"must be above 0"),
+        ("builtin:nan", r"must be above 0"),
         ("builtin:1,builtin:2", "names builtin twice"),
     ],
 )

@@ -300,10 +300,21 @@ def test_what_is_refused_before_any_work(place, finished, tmp_path):
     foreign.note({"name": "demo:gdn", "revision": None, "digest": "0" * 64}, "prune", {})
     with pytest.raises(ArtifactError, match="a run of demo:gdn"):
         plan_training(request_training(settings(place)), foreign)
-    (tmp_path / "third" / "trained").mkdir(parents=True)
-    (tmp_path / "third" / "trained" / "thesis.tex").touch()
-    with pytest.raises(ArtifactError, match="did not write it"):
-        plan_training(request_training(settings(place)), RunDirectory(tmp_path / "third"))
+    for number, name in enumerate(("trained", "training")):
+        folder = tmp_path / f"third-{number}" / name
+        folder.mkdir(parents=True)
+        # Which a process may have made that was killed then.
+        plan_training(request_training(settings(place)), RunDirectory(folder.parent))
+        (folder / "thesis.tex").touch()
+        with pytest.raises(ArtifactError, match="did not write it"):
+            plan_training(request_training(settings(place)), RunDirectory(folder.parent))
+
+
+def test_a_run_that_was_moved_is_the_same_run(place, copy, tmp_path):
+    moved = RunDirectory(tmp_path / "elsewhere")
+    copy.path.rename(moved.path)
+    assert not trained(settings(place), moved).worked
+    assert moved.read_record()["model"]["name"] == str(moved.trained)
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,16 @@ def test_what_is_not_lapclis_is_not_thrown_away(made, words, run):
     assert (run.recovered / "thesis.tex").is_file()
 
 
+def test_a_folder_of_another_is_not_written_into(made, words, run):
+    base, student = made
+    run.recovery.mkdir(parents=True)
+    # Which a process may have made that was killed then.
+    plan_recovery(student, base, settings(words), run)
+    (run.recovery / "thesis.tex").touch()
+    with pytest.raises(ArtifactError, match="did not write it"):
+        plan_recovery(student, base, settings(words), run)
+
+
 def test_a_restart_that_comes_to_nothing_leaves_what_was_there(made, words, finished, run, tmp_path):
     base, student = made
     shutil.copytree(finished.path, run.path)
