@@ -140,6 +140,10 @@ class DeltaModels(Family):
 
     def tensors(self, config: Mapping[str, Any]) -> dict[str, Sizes]:
         """Declare embeddings, blocks, last norm and head."""
+        # What no tensor's shape tells, and would be found in the middle of a run.
+        switch(config, "allow_neg_eigval", False)
+        if "norm_eps" in config:
+            positive_number(config, "norm_eps")
         heads, skipped = self.heads(config), softmax_layers(config)
         hidden = ("hidden_size", positive_integer(config, "hidden_size"))
         vocabulary = ("vocab_size", positive_integer(config, "vocab_size"))

@@ -1,5 +1,6 @@
 """Q-Delta (arXiv 2606.08804): a Gated DeltaNet whose erase direction is mixed of key and query, and cut as they are."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ class QDelta(GatedDeltaNet):
         if compat is not None and compat not in COMPATS:
             raise bad_field("compat", compat, f"{', '.join(COMPATS)} or null")
         bias = config.get("lamb_bias", 0.9)
-        if not isinstance(bias, int | float) or isinstance(bias, bool):
+        if not isinstance(bias, int | float) or isinstance(bias, bool) or not math.isfinite(bias):
             raise bad_field("lamb_bias", bias, "a number")
         found = super().mixer_tensors(config, heads, hidden)
         value_heads = ("value heads", heads.value)
