@@ -537,10 +537,13 @@ def _refuse_uncovered(
     if elsewhere:
         message += f"\n  outside of recurrent mixers, never trained: {_listed(elsewhere)}"
     first = next(iter(mixers.values()))
+    in_full = getattr(model.get_submodule(first), "retrained", ())
     linear = [
         name.removeprefix(f"{first}.")
         for name in names
-        if name.startswith(f"{first}.") and isinstance(model.get_submodule(name), nn.Linear)
+        if name.startswith(f"{first}.")
+        and isinstance(model.get_submodule(name), nn.Linear)
+        and f"{name.removeprefix(f'{first}.')}.weight" not in in_full
     ]
     raise RecipeError(
         message,
@@ -563,6 +566,11 @@ def _plan_layer(model: nn.Module, layer: StatefulLayer, lora: tuple[str, ...], f
     )
     # Of lapcli's own models what else they ask for (Q-Delta's feedback).
     names |= dict.fromkeys(f"{layer.mixer}.{name}" for name in getattr(mixer, "retrained", ()))
+    twice = next((name for name in lora if f"{name}.weight" in names), None)
+    if twice is not None:
+        raise RecipeError(
+            f"{twice} is trained in full whatever gets LoRA, so that it cannot get any", "leave it out of --lora-target"
+        )
     linears = [_linear(model.get_submodule(name), name) for name in lora]
     return LayerPlan(
         index=layer.index,

@@ -289,6 +289,17 @@ def test_lora_on_a_convolution_is_refused_with_the_remedy(own):
     assert refused.value.exit_code == 1
 
 
+def test_lora_on_query_feedback_is_refused_and_not_proposed(tmp_path):
+    source = resolve_model(str(tiny_qdelta(tmp_path / "m")))
+    with pytest.raises(RecipeError, match=r"lamb_proj is trained in full") as refused:
+        adapters.plan_adapters(load_model(source), source.config, targets=["q_proj", "lamb_proj"], rank=1)
+    assert "--lora-target" in refused.value.hint
+    with pytest.raises(RecipeError) as refused:
+        adapters.plan_adapters(load_model(source), source.config, targets=["nothing"])
+    assert "b_proj" in refused.value.hint
+    assert "lamb_proj" not in refused.value.hint
+
+
 @pytest.mark.parametrize(
     "targets", [["q_proj", "v_proj"], ["in_proj_qkv", "q_proj"], []], ids=["default", "both", "none"]
 )
