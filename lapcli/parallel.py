@@ -29,7 +29,9 @@ LOST = 75
 LOG = "LAPCLI_PROCESS_LOG"
 """The environment's name for the file in which one of several processes keeps what is not for the user's eyes."""
 
-_DONE, _FAILED = "lapcli/done", "lapcli/failed"
+_DONE, _SEEN, _FAILED = "lapcli/done", "lapcli/seen", "lapcli/failed"
+_FAREWELL = 20.0
+"""Seconds that the leader waits for those who have not yet seen that it is done."""
 
 Arguments = ParamSpec("Arguments")
 
@@ -189,6 +191,7 @@ def _run_one_of_several(command: Callable[[], None], mine: Processes, store: Any
             command()
             if mine.leader:
                 store.set(_DONE, "1")
+                _let_see(store, mine.size - 1)
             else:
                 _outlast(store)
         except BaseException as error:
@@ -239,6 +242,16 @@ def _outlast(store: Any) -> None:
         if store.check([_FAILED]):
             raise SystemExit(1)
         time.sleep(0.1)
+    with contextlib.suppress(RuntimeError):
+        store.add(_SEEN, 1)
+
+
+def _let_see(store: Any, followers: int) -> None:
+    """Wait until the followers know that all is done: where torchrun has no store, the leader's goes with it."""
+    end = time.monotonic() + _FAREWELL
+    with contextlib.suppress(RuntimeError):
+        while store.add(_SEEN, 0) < followers and time.monotonic() < end:
+            time.sleep(0.01)
 
 
 def _first_to_fail(store: Any, mine: Processes) -> bool:
