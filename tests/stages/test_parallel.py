@@ -1,4 +1,4 @@
-"""Calibration by several processes under torchrun: what one process makes, one voice, one end, and going on again."""
+"""Calibration by several processes, as under torchrun: what one process makes, one voice, one end, going on again."""
 
 import json
 import os
@@ -19,23 +19,10 @@ from lapcli.selectors.registry import CHANNEL_SELECTORS
 from lapcli.stages import calibration
 from lapcli.stages.calibration import calibrate
 from lapcli.stages.selection import select
+from lapcli.testing.processes import run_together
 
 WIDE = Machine(device="cpu", dtype="float64")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 SIZES = ["--samples", "11", "--seq-len", "128", "--dtype", "float64", "--device", "cpu"]
-
-
-def torchrun(*arguments, processes=2):
-    """Two processes on the CPU; stdout, stderr and the exit code."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*TORCHRUN, str(processes), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=240,
-    )
 
 
 @pytest.fixture
@@ -61,8 +48,8 @@ def test_two_processes_make_what_one_makes(model, text, wanted_settings, tmp_pat
     settings = wanted_settings.model_copy(update={"exact": True, "rows": 700})
     wanted, _ = calibrate(model, settings, tmp_path / "one.safetensors", machine=WIDE, saliency=True)
     two = tmp_path / "two.safetensors"
-    done = torchrun(
-        "-m", "--", "lapcli", "calibrate", model.path, "--data", text, *SIZES,
+    done = run_together(
+        2, "calibrate", model.path, "--data", text, *SIZES,
         "--grad", "--exact", "--rows", "700", "--output", two, "--run", tmp_path / "run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -84,14 +71,14 @@ def test_two_processes_make_what_one_makes(model, text, wanted_settings, tmp_pat
 @pytest.mark.slow
 def test_the_leader_alone_writes_and_prints(model, text, wanted_settings, tmp_path):
     wanted, _ = calibrate(model, wanted_settings, tmp_path / "one.safetensors", machine=WIDE)
-    job = ["-m", "--", "lapcli", "prune", model.path, "--data", text, *SIZES, "--run", tmp_path / "run", "--json"]
-    done = torchrun(*job)
+    job = ["prune", model.path, "--data", text, *SIZES, "--run", tmp_path / "run", "--json"]
+    done = run_together(2, *job)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["worked"] == {"calibration": True, "selection": True, "slicing": True}
     assert_close(read_artifact(tmp_path / "run" / "calibration.safetensors"), wanted)
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {".lock", "calibration.safetensors", "selection.safetensors", "sliced", "run.json"}
-    again = torchrun(*job)
+    again = run_together(2, *job)
     assert again.returncode == 0, again.stderr
     assert not any(json.loads(again.stdout)["worked"].values())
 
@@ -123,20 +110,20 @@ main()
 
 
 @pytest.fixture
-def program(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
-
-
-@pytest.fixture
 def job(model, text, tmp_path):
     return lambda run: ["calibrate", model.path, "--data", text, *SIZES, "--run", tmp_path / run]
 
 
 @pytest.mark.slow
-def test_an_error_of_one_process_is_said_once_and_ends_all(program, job, tmp_path):
-    done = torchrun("--", program, "fails", *job("run"))
+def test_an_error_of_one_process_is_said_once_and_ends_all(job, tmp_path):
+    """By torchrun itself, which the others do without: its start takes longer than their work."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    done = subprocess.run(
+        [*map(str, [*torchrun, program, "fails", *job("run")])],
+        capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240,
+    )  # fmt: skip
     assert done.returncode not in (0, None)
     assert done.stderr.count("error: no room on this device") == 1
     assert "another process of this run" not in done.stderr
@@ -145,11 +132,11 @@ def test_an_error_of_one_process_is_said_once_and_ends_all(program, job, tmp_pat
 
 @pytest.mark.slow
 def test_after_a_kill_as_many_processes_go_on_and_others_start_again(
-    model, wanted_settings, program, job, tmp_path, monkeypatch
+    model, wanted_settings, job, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(calibration._TOKENS_PER_BATCH, "cpu", 256)
     wanted, _ = calibrate(model, wanted_settings, tmp_path / "one.safetensors", machine=WIDE)
-    killed = torchrun("--", program, "killed", *job("run"))
+    killed = run_together(2, "killed", *job("run"), program=PROGRAM)
     assert killed.returncode not in (0, None)
     final = tmp_path / "run" / "calibration.safetensors"
     partial = final.with_name(f".{final.name}.sums")
@@ -159,7 +146,7 @@ def test_after_a_kill_as_many_processes_go_on_and_others_start_again(
     for path in (partial, follower):
         (tmp_path / path.name.replace("calibration", "alone")).write_bytes(path.read_bytes())
 
-    again = torchrun("--", program, "runs", *job("run"))
+    again = run_together(2, "runs", *job("run"), program=PROGRAM)
     assert again.returncode == 0, again.stderr
     assert "of 5 samples of earlier sums" in again.stderr
     assert_close(read_artifact(final, "calibration"), wanted)
