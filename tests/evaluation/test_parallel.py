@@ -1,15 +1,13 @@
-"""Evaluation by several processes under torchrun gives what one process gives, and writes it once."""
+"""Evaluation by several processes, as under torchrun, gives what one process gives, and writes it once."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from lapcli.evaluation.run import evaluate
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.families.loading import resolve_model
+from lapcli.testing.processes import run_together
 
 
 @pytest.mark.slow
@@ -24,18 +22,11 @@ def test_two_processes_measure_what_one_measures(tiny_folder, tmp_path):
     (tmp_path / "dev-v2.0.json").write_text(json.dumps({"data": [article]}))
     tasks = [f"text:{tmp_path}/a.txt", "lambada", "squad"]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--",
-        "lapcli", "eval", *tasks, "--model", str(tiny_folder), "--task-data", str(tmp_path), "--max-length", "128",
+        "eval", *tasks, "--model", str(tiny_folder), "--task-data", str(tmp_path), "--max-length", "128",
         "--device", "cpu", "--run", str(tmp_path / "run"),
     ]  # fmt: skip
 
-    def run(*options):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [*command, *options], capture_output=True, text=True, check=False, env=environment, timeout=240
-        )
-
-    done = run()
+    done = run_together(2, *command)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("evaluated: ") == 1
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["models"][0]["scores"]
@@ -52,6 +43,6 @@ def test_two_processes_measure_what_one_measures(tiny_folder, tmp_path):
         assert mine["estimate"]["value"] == pytest.approx(score.estimate.value, rel=1e-5)
         assert mine["settings"] == dict(score.settings)
         assert mine["request"] == score.request
-    again = run("--fail-if", "lambada.acc <= 1")
+    again = run_together(2, *command, "--fail-if", "lambada.acc <= 1")
     assert again.returncode != 0
     assert "lambada.acc <= 1: model's is" in again.stderr
