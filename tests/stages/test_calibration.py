@@ -20,6 +20,7 @@ from lapcli.stages import calibration as module
 from lapcli.stages.calibration import calibrate, has_saliency
 from lapcli.stages.observation import _picks
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
+from lapcli.testing.processes import run_forked
 from lapcli.testing.stock_models import tiny_stock_model
 
 CPU = Machine(device="cpu")
@@ -235,8 +236,7 @@ def test_killed_and_started_again_it_is_bit_equal(model, settings, tmp_path, mon
     monkeypatch.setitem(module._TOKENS_PER_BATCH, "cpu", 256)
     unbroken, _ = calibrate(model, settings, tmp_path / "unbroken.safetensors", machine=CPU, saliency=True)
     path = tmp_path / "killed.safetensors"
-    arguments = [sys.executable, "-c", KILLED, str(model.path), settings.data, str(path)]
-    killed = subprocess.run([*arguments, str(batches)], capture_output=True, text=True, check=False)
+    killed = run_forked(model.path, settings.data, path, batches, program=KILLED, threads=torch.get_num_threads())
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     # The sums are whole before the saliency pass begins.
     assert path.exists() == ("saliency" in notice)
