@@ -1,13 +1,14 @@
 """`lapcli calibrate`, stopped by SIGTERM at each of its moments: the same command then ends as if never stopped."""
 
-import subprocess
 import sys
 
 import pytest
+import torch
 
 from lapcli.artifacts import read_artifact
 from lapcli.cli.app import main
 from lapcli.stages.calibration import has_saliency
+from lapcli.testing.processes import run_forked
 
 STOPPED = """
 import os, signal, sys
@@ -83,9 +84,7 @@ def lapcli(monkeypatch, capsys):
 )
 def test_stopped_and_run_again_it_is_the_unbroken_file(command, lapcli, tmp_path, moment, going_on):
     lapcli(command("unbroken"))
-    stopped = subprocess.run(
-        [sys.executable, "-c", STOPPED, moment, *command("run")], capture_output=True, text=True, check=False
-    )
+    stopped = run_forked(moment, *command("run"), program=STOPPED, threads=torch.get_num_threads())
     assert stopped.returncode == 130, stopped.stderr
     assert "interrupted" in stopped.stderr
     assert "Traceback" not in stopped.stderr
