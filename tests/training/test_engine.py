@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -26,6 +24,7 @@ from lapcli.families.source import resolve_model
 from lapcli.parallel import ALONE
 from lapcli.reporting import SilentReporter
 from lapcli.testing.models import tiny_gated_deltanet
+from lapcli.testing.processes import run_forked
 from lapcli.testing.slices import random_kept, sliced_by
 from lapcli.testing.stock_models import tiny_stock_model
 from lapcli.training import engine
@@ -292,11 +291,8 @@ Bench(Path(sys.argv[2]), student="sliced").run(Path(sys.argv[3]), on_step=kill)
 
 
 def in_another_process(place, folder, number):
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    arguments = [os.path.dirname(__file__), str(place), str(folder), str(int(number))]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, env=environment, check=False
-    )
+    arguments = [os.path.dirname(__file__), place, folder, int(number)]
+    done = run_forked(*arguments, program=KILLED, threads=torch.get_num_threads())
     return done.returncode, done.stderr
 
 
