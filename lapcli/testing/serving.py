@@ -54,7 +54,7 @@ class LocalServer:
         self.running, self.loop = running, loop
         self.port = int(running.url.rpartition(":")[2])
 
-    def connect(self, timeout: float = 60.0) -> http.client.HTTPConnection:
+    def connect(self, timeout: float = 120.0) -> http.client.HTTPConnection:
         """A connection."""
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
