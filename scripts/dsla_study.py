@@ -1,0 +1,327 @@
+"""What does a Transformer lose with each share of its attention layers made states, and what are the two states, the
+order and the chain good for? Conversions of one model in several ways, from several seeds, measured at several
+fractions: the tables of docs/dsla.md, from the commands a user would type.
+
+python scripts/dsla_study.py prepare TEXTS text.jsonl.xz
+python scripts/dsla_study.py run --model DIR --work DIR --text text.jsonl.xz --output lines.jsonl --gpus 1 --workers 3
+python scripts/dsla_study.py write lines.jsonl docs/dsla.md
+
+`prepare` writes one corpus of the Gutenberg and OpenStax texts in a folder of raw texts, without the paragraphs that
+occur in the held-out part of `builtin`. (`--text` of `run` may also be any source that `lapcli convert --data`
+takes.)
+
+`run` starts `lapcli convert` and `lapcli eval`, `--workers` at a time, spread over the GPUs. A piece of work is a way
+(`--arms`) with a seed: it is converted to the first of `--fractions`, measured, converted on to the next, and so on,
+so that an interrupted one leaves what it has. Ways: two states; one state; one of equal memory; a window with sinks
+of equal memory; layers as they lie; in order of the loss; and more (`--arms` with a wrong name lists them). The
+teacher is measured beside them. Each measured fraction is one line that is added to `--output`; what is there, or in
+files named by `--known`, is not measured again, so that lines made on different days add up. `--seconds` sets an end:
+what is under way saves, and the same command goes on from there while `DIR` is still there; otherwise a way begins
+anew at its first layer, and its training up to what is measured already is done again (but not the measuring).
+
+`write` puts the tables between the two marks in the page, or prints them where no page is named.
+
+On one H200, in calls of at most 600 s, from the root of the repository. Needed there: the model in `build/smollm2`
+(bf16: 269 MB), `build/text.jsonl.xz` (`prepare`, about 42 MB; 24 MB with `--characters 90000000`), and data of tasks
+in `build/data` (`lapcli eval --task-data`). `build` must outlive a call; `OUT` is where files are fetched from:
+
+    S="python scripts/dsla_study.py run --model build/smollm2 --text build/text.jsonl.xz --task-data build/data"
+    W="--work build/dsla --output build/lines.jsonl --known docs/dsla.jsonl --gpus 1 --limit 500 --seconds 560"
+    (1) $S $W --arms dual --seeds 0; cp build/lines.jsonl OUT
+    (2) $S $W --arms one,wide,window,first,loss --seeds 0 --fractions 0.25,0.5 --workers 5; cp build/lines.jsonl OUT
+    (3) as (2)
+    (4) $S $W --arms dual,one,wide --seeds 1,2 --fractions 0.25,0.5 --workers 5; cp build/lines.jsonl OUT
+
+Then `cat OUT/lines.jsonl >> docs/dsla.jsonl` (a line that is there twice counts once), and `write` of that. What a
+call leaves, the same command does in the next.
+
+How long that takes is an estimate, for no conversion was timed on a GPU. A layer is 128 steps of 8 sequences of 1024
+tokens; with student, teacher and the way back to the layer a token costs about 8 operations a parameter, so the 30
+layers of SmolLM2-135M cost 3.4e16, 4 minutes at 140 TFLOP/s (a fifth of what a large product reached on an H200).
+Their launches take as long: some 4,000 a step at 6 us are 25 ms, 95 s for 3,840 steps, and twice that with what
+Python adds. So (1) takes one call, with about 20 s a fraction for its measurements; half of the layers in five other
+ways are five times two minutes, (2) and (3), and (4) as much for four of its six pieces. If (1) does not end in time
+it goes on in the next call, and `--steps 32` (a quarter of a million tokens a layer, tables of their own) shows
+everything in a quarter of the time.
+"""
+
+import argparse
+import json
+import lzma
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dsla.arms import ARMS, CONVERSION, FRACTIONS, KEYS, NEEDLES, TASKS, TEACHER
+from dsla.tables import BEGIN, END, key_of, put, write
+from query_feedback.commands import Commands
+from query_feedback.lines import add_line, machine, read_lines
+
+__all__ = ["ARMS", "BEGIN", "END", "Study", "add_line", "prepare", "put", "write"]
+
+_FILES = {"gutenberg_train.jsonl.xz": 0.97, "openstax_by.jsonl.xz": 0.03}
+"""Of the folder of raw texts, and their shares of the corpus."""
+
+
+class Piece(NamedTuple):
+    """A way to convert the model, with a seed."""
+
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.arm}-{self.seed}"
+
+
+class Study(Commands):
+    """The conversions under way.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        super().__init__(options)
+        from lapcli.data import fingerprint
+        from lapcli.families.source import resolve_model
+
+        self.source = resolve_model(options.model)
+        self.layers: int = self.source.config["num_hidden_layers"]
+        # Of files their digests; of a data set's name the name itself.
+        self.text = "+".join(sorted(fingerprint(options.text).values())) or options.text
+        known = [line for path in (options.output, *options.known) for line in read_lines(path, CONVERSION)]
+        self.there = {(key_of(line), line["limit"]) for line in known}
+
+    def run(self) -> bool:
+        """Everything that is not there yet; whether all of it is there now."""
+        options = self.options
+        pieces = [Piece(TEACHER, 0), *(Piece(arm, seed) for seed in options.seeds for arm in options.arms)]
+        missing = [piece for piece in pieces if self._missing(piece)]
+        self.say(f"{len(pieces)} pieces wanted, {len(pieces) - len(missing)} of them there")
+        return not missing or self.each(missing, self._piece)
+
+    def _key(self, piece: Piece, fraction: str) -> dict[str, Any]:
+        options = self.options
+        values = (self.source.digest, piece.arm, fraction, piece.seed, options.steps, options.batch, options.seq_len,
+                  self.text)  # fmt: skip
+        return dict(zip(KEYS, values, strict=True))
+
+    def _missing(self, piece: Piece) -> list[str]:
+        """The fractions of a piece that were not measured."""
+        wanted = ["0"] if piece.arm == TEACHER else self.options.fractions
+        return [each for each in wanted if (key_of(self._key(piece, each)), self.options.limit) not in self.there]
+
+    def _piece(self, number: int, piece: Piece) -> bool:
+        """Convert and measure, fraction by fraction; whether all were finished."""
+        gpu = number % max(1, self.options.gpus)
+        for fraction in self._missing(piece):
+            try:
+                if not self._fraction(gpu, piece, fraction):
+                    return False
+            except (RuntimeError, OSError, KeyError, json.JSONDecodeError) as error:
+                self.say(f"{piece.name} at {fraction}: {error}")
+                return False
+        return True
+
+    def _fraction(self, gpu: int, piece: Piece, fraction: str) -> bool:
+        from lapcli.linearising.plan import Shape
+        from lapcli.linearising.settings import layers_of
+
+        options = self.options
+        folder, shape = self.work / piece.name, Shape.of(self.source.config)
+        commands: list[list[str]] = []
+        took: dict[str, float] = {}
+        made: dict[str, Any] = {"kv_bytes_a_token": shape.token_bytes(shape.layers), "state_bytes": 0}
+        model = Path(options.model)
+        if piece.arm != TEACHER:
+            converting = [
+                "convert", options.model, "--to", "dsla", "--fraction", fraction, "--output", str(folder), "--data",
+                options.text, "--steps", str(options.steps), "--batch-size", str(options.batch), "--seq-len",
+                str(options.seq_len), "--lr", str(options.lr), "--samples", str(options.samples), "--validation",
+                str(options.validation), "--seed", str(piece.seed), "--kernel", options.kernel, *ARMS[piece.arm][1],
+            ]  # fmt: skip
+            commands.append(converting)
+            seconds = self.lapcli(gpu, *converting)
+            if seconds is None:
+                return False
+            took["convert"] = seconds
+            number = layers_of(fraction, self.layers)
+            model = folder / "models" / f"{number}-of-{self.layers}"
+            made = _conversion(json.loads((folder / "conversion.json").read_text()), number)
+        # Beside the conversion, whose directory holds nothing else.
+        place = self.work / f"{piece.name}-measured" / fraction
+        measuring = [
+            "eval", *options.tasks, "--model", str(model), "--run", str(place), "--dtype", options.dtype,
+            *(["--limit", str(options.limit)] if options.limit else []),
+            *(["--task-data", str(options.task_data)] if options.task_data else []),
+            *(["--niah-lengths", ",".join(map(str, options.lengths))] if "niah" in options.tasks else []),
+        ]  # fmt: skip
+        commands.append(measuring)
+        seconds = self.lapcli(gpu, *measuring)
+        if seconds is None:
+            return False
+        took["eval"] = seconds
+        self.add(
+            {
+                "kind": CONVERSION,
+                **self._key(piece, fraction),
+                "model": self.source.path.name if self.source.path.is_dir() else options.model,
+                "limit": options.limit,
+                "machine": machine(),
+                "commands": [f"lapcli {' '.join(command)}" for command in commands],
+                "seconds": {name: round(value, 1) for name, value in took.items()},
+                "conversion": made,
+                "rows": json.loads((place / "evaluation.json").read_text())["rows"],
+            }
+        )
+        self.say(f"{piece.name} at {fraction}: {', '.join(f'{name} {value:.0f} s' for name, value in took.items())}")
+        return True
+
+
+def _conversion(document: dict[str, Any], number: int) -> dict[str, Any]:
+    """What the tables need of a conversion's summary, up to a prefix."""
+    prefixes = document["prefixes"][:number]
+    return {
+        **{name: prefixes[-1][name] for name in ("kl", "perplexity", "kv_bytes_a_token", "state_bytes")},
+        "teacher_perplexity": document["teacher"]["perplexity"],
+        "rank_correlations": document["rank_correlations"],
+        "layers": [
+            {
+                "layer": each["layer"],
+                **each["alignment"],
+                **{name: each[name] for name in ("kl", "perplexity", "mixture", "tokens", "seconds")},
+            }
+            for each in prefixes
+        ],
+    }
+
+
+def prepare(texts: Path, output: Path, characters: int, seed: int = 0) -> str:
+    """Write the corpus; one line about it.
+
+    Args:
+        texts: the folder of raw texts.
+        output: JSONL, packed where its name ends in `.xz`.
+        characters: of the corpus, about; a source that has too few gives all.
+        seed: of the choice and the order of documents.
+    """
+    from lapcli.data.builtin import heldout_builtin_text
+    from lapcli.data.files import read_path
+    from lapcli.data.overlap import HeldOutIndex
+
+    index = HeldOutIndex(document.text for document in heldout_builtin_text())
+    chance = random.Random(seed)
+    kept: list[str] = []
+    dropped = 0
+    for name, share in _FILES.items():
+        found = [document.text for document in read_path(texts / name)]
+        chance.shuffle(found)
+        room = int(characters * share)
+        for text in found:
+            if room <= 0:
+                break
+            cleaned = index.clean(text[:room])
+            dropped += cleaned.dropped
+            if cleaned.text.strip():
+                kept.append(cleaned.text)
+                room -= len(cleaned.text)
+    chance.shuffle(kept)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in kept).encode()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(lzma.compress(lines, preset=6) if output.suffix == ".xz" else lines)
+    return (
+        f"{output}: {len(kept)} texts, {sum(map(len, kept)) / 1e6:.1f} M characters, {dropped} held-out paragraphs "
+        f"taken out, {output.stat().st_size / 1e6:.1f} MB\n"
+    )
+
+
+def _arms(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in ARMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(ARMS)}")
+    return names
+
+
+def _fractions(text: str) -> list[str]:
+    from lapcli.errors import UsageError
+    from lapcli.linearising.settings import layers_of
+
+    found = text.split(",")
+    try:
+        sizes = [layers_of(each, 10**6) for each in found]
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.message) from error
+    # The same fraction is the same line, however it was typed.
+    return [f"{size / 10**6:g}" for size in sorted(set(sizes))]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    """Read the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = commands.add_parser("prepare", help="write the corpus")
+    made.add_argument("texts", type=Path, help="folder with gutenberg_train.jsonl.xz and so on")
+    made.add_argument("output", type=Path, help="JSONL, packed where its name ends in .xz")
+    made.add_argument("--characters", type=int, default=200_000_000)
+    _run(commands.add_parser("run", help="convert and measure what is not there yet"))
+    shown = commands.add_parser("write", help="make the tables")
+    shown.add_argument(
+        "files", type=Path, nargs="+", help="JSON lines of `run`; a page to put the tables in comes last"
+    )
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    if options.command == "prepare":
+        sys.stdout.write(prepare(options.texts, options.output, options.characters))
+    elif options.command == "run":
+        sys.exit(0 if Study(options).run() else 1)
+    else:
+        _write(options.files)
+
+
+def _write(files: Sequence[Path]) -> None:
+    page = files[-1] if files[-1].suffix == ".md" else None
+    tables = write([path for path in files if path != page])
+    if page is None:
+        sys.stdout.write(tables)
+    else:
+        put(tables, page)
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="demo:transformer", help="the teacher: a directory, or demo:NAME")
+    parser.add_argument("--text", default="builtin", help="what `prepare` wrote, or a text source of lapcli's")
+    parser.add_argument("--work", type=Path, required=True, help="conversions under way and models that were made")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="JSON lines; one is added for each measured fraction"
+    )
+    parser.add_argument("--known", type=Path, action="append", default=[], help="more files whose lines count")
+    parser.add_argument("--arms", type=_arms, default=list(ARMS)[:6], help="names with commas, by priority")
+    parser.add_argument("--fractions", type=_fractions, default=list(FRACTIONS), help="of the layers, with commas")
+    parser.add_argument("--seeds", type=_numbers, default=[0], help="numbers with commas")
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS), help="with commas")
+    parser.add_argument("--task-data", type=Path, default=None, help="folder with local copies of task data")
+    parser.add_argument("--limit", type=int, default=None, help="items of each task; default: as `lapcli eval` has it")
+    parser.add_argument("--lengths", type=_numbers, default=list(NEEDLES), help="tokens of niah's prompts, with commas")
+    parser.add_argument("--steps", type=int, default=128, help="of each layer")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--samples", type=int, default=64, help="windows on which layers are compared")
+    parser.add_argument("--validation", type=int, default=16, help="sequences held out, on which prefixes are measured")
+    parser.add_argument("--kernel", default="auto", help="of the new layers")
+    parser.add_argument("--dtype", default="float32", help="in which models are measured, whatever trained them")
+    parser.add_argument("--gpus", type=int, default=0, help="0: on the CPU")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time, over all GPUs")
+    parser.add_argument("--seconds", type=float, default=None, help="then save and end")
+
+
+if __name__ == "__main__":
+    main()

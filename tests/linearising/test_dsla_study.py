@@ -1,0 +1,219 @@
+"""The study of conversions: which pieces it does, what it keeps of them, and the tables that it makes."""
+
+import json
+import lzma
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import dsla_study as study  # noqa: E402
+from dsla.arms import ARMS, BASE, TEACHER  # noqa: E402
+
+from lapcli.cli.app import main  # noqa: E402
+from lapcli.data.builtin import heldout_builtin_text  # noqa: E402
+from lapcli.testing.dual_state import tiny_source  # noqa: E402
+
+PAGE = f"# Page\n\nbefore\n\n{study.BEGIN}\nold\n{study.END}\n\nafter\n"
+
+
+def scores(ppl, needles=0.5):
+    found = [
+        ("wikitext", "word_perplexity", None, ppl), ("wikitext", "bits_per_byte", None, 1.0),
+        ("lambada", "perplexity", None, 2 * ppl), ("lambada", "acc", None, 0.25), ("zeroshot", "mean", None, 0.4),
+        ("niah", "exact_match", 1024, needles), ("niah", "exact_match", 2048, needles / 2),
+    ]  # fmt: skip
+    return [{"task": t, "metric": m, "length": n, "values": {"model": {"value": v}}} for t, m, n, v in found]
+
+
+def line(arm, fraction, seed, *, ppl=30.0, steps=128, **more):
+    layers = [
+        {"layer": layer, "before": 0.9, "after": 0.1, "kl": 0.01, "perplexity": ppl, "mixture": [0.6, 0.4]}
+        for layer in (7, 3)
+    ]
+    made = {"kv_bytes_a_token": 1024, "state_bytes": 1 << 20, "perplexity": ppl, "layers": layers,
+            "rank_correlations": {"entropy ~ loss": 0.5, "loss ~ outlier": None}}  # fmt: skip
+    return {
+        "kind": "dsla", "digest": "d" * 64, "arm": arm, "fraction": fraction, "seed": seed, "steps": steps, "batch": 8,
+        "seq_len": 1024, "text": "a" * 64, "model": "M", "limit": 100, "machine": "a machine", "date": "2026-11-30",
+        "commands": ["lapcli convert X", "lapcli eval Y"], "conversion": made, "rows": scores(ppl), **more,
+    }  # fmt: skip
+
+
+def cells(table, *names):
+    return [
+        [cell.strip() for cell in row.split("|")[2:-1]]
+        for row in table.splitlines()
+        if row.startswith(f"| {names[0]} | " + (f"{names[1]} |" if len(names) > 1 else ""))
+    ]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Three seeds of two ways; the single state's perplexities are 2 and 2 + seed worse."""
+    path = tmp_path / "lines.jsonl"
+    study.add_line(path, line(TEACHER, "0", 0, ppl=20.0, conversion={"kv_bytes_a_token": 2048, "state_bytes": 0}))
+    for seed in range(3):
+        study.add_line(path, line("dual", "0.25", seed, ppl=30.0 + seed))
+        study.add_line(path, line("one", "0.25", seed, ppl=32.0 + 2 * seed))
+    return path
+
+
+def test_tables_hold_means_spreads_and_differences_by_seed(lines):
+    table = study.write([lines])
+    first, second, third = cells(table, ARMS["dual"][0], "25 %")[0], *cells(table, ARMS["one"][0], "25 %")
+    assert first == ["25 %", "3", "31 ± 1", "31 ± 1", "62 ± 2", "25 ± 0", "40 ± 0", "50 ± 0", "25 ± 0"]
+    assert second[:4] == ["25 %", "3", "34 ± 2", "34 ± 2"]
+    # Seed by seed 2, 3 and 4 more.
+    assert third == ["25 %", "3", "3 ± 1", "3 ± 1", "6 ± 2", "0 ± 0", "0 ± 0", "0 ± 0"]
+    assert cells(table, "teacher", "0 %")[0][:4] == ["0 %", "1", "-", "20"]
+    # Two KiB a token, against one and a MiB.
+    assert cells(table, "teacher", "0 %")[1] == ["0 %", "2", "4", "8", "16", "32", "64"]
+    assert cells(table, ARMS["dual"][0], "25 %")[1] == ["25 %", "2", "3", "5", "9", "17", "33"]
+    assert cells(table, "7") == [["0.9000", "0.1000", "0.0100", "30.00", "0.600 0.400"]]
+    assert cells(table, "entropy ~ loss") == [["0.500"]]
+    assert "loss ~ outlier" not in table
+    assert "1,048,576 tokens a layer" in table
+
+
+def test_only_what_compares_shares_a_table_and_the_later_line_counts(lines):
+    study.add_line(lines, line("dual", "0.25", 0, ppl=40.0))
+    study.add_line(lines, line("dual", "0.25", 0, ppl=99.0, steps=32))
+    table = study.write([lines])
+    found = [row for row in cells(table, ARMS["dual"][0], "25 %") if len(row) == 9]
+    assert [row[1:4] for row in found] == [["3", "34.33 ± 4.9", "34.33 ± 4.9"], ["1", "99", "99"]]
+
+
+def test_tables_go_between_the_marks(lines, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    study.main(["write", str(lines), str(page)])
+    text = page.read_text()
+    assert text.startswith("# Page\n\nbefore\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert ARMS["one"][0] in text
+    page.write_text("none")
+    with pytest.raises(SystemExit, match="once each"):
+        study.main(["write", str(lines), str(page)])
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(SystemExit, match="no lines"):
+        study.main(["write", str(tmp_path / "empty.jsonl")])
+
+
+def test_the_page_has_the_marks():
+    text = (ROOT / "docs" / "dsla.md").read_text()
+    assert text.count(study.BEGIN) == text.count(study.END) == 1
+
+
+def test_every_way_is_what_convert_takes(tmp_path, monkeypatch, capsys):
+    """By the command itself, without doing anything; ways differ in their settings."""
+    teacher, seen = tiny_source("llama", tmp_path / "teacher").path, []
+    for name, (_, options) in ARMS.items():
+        job = ["convert", teacher, "--to", "dsla", "--output", tmp_path / name, "--data", "builtin", "--seq-len", "64"]
+        job += [*options, "--dry-run", "--json", "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["lapcli", *map(str, job)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capsys.readouterr()
+        assert not exit_.value.code, err
+        seen.append((json.loads(out)["order"], json.loads(out)["state_bytes"], options))
+    assert len({options for *_, options in seen}) == len(ARMS)
+    by_name = dict(zip(ARMS, seen, strict=True))
+    assert by_name["wide"][1] == by_name[BASE][1] == 2 * by_name["one"][1]
+    # The window's bytes are those of the states, or less by less than a token.
+    token = 2 * 2 * 8 * 2
+    assert 0 <= by_name[BASE][1] - by_name["window"][1] < token
+
+
+@pytest.fixture
+def faked(tmp_path, monkeypatch):
+    """`lapcli` that writes what commands would leave, and says what was asked of it."""
+    asked = []
+    folder = tiny_source("llama", tmp_path / "teacher").path
+
+    def lapcli(self, gpu, *arguments):
+        asked.append(arguments)
+        if len(asked) > faked_limit[0]:
+            return None
+        if arguments[0] == "convert":
+            place = Path(arguments[arguments.index("--output") + 1])
+            number = {"0.34": 1, "1": 3}[arguments[arguments.index("--fraction") + 1]]
+            # As the command itself, which refuses a directory with anything else in it.
+            assert not place.exists() or [each.name for each in place.iterdir()] == ["conversion.json"]
+            place.mkdir(parents=True, exist_ok=True)
+            prefixes = [
+                {"layer": each, "alignment": {"before": 1.0, "after": 0.5}, "kl": 0.1, "perplexity": 9.0 + each,
+                 "mixture": [0.5, 0.5], "tokens": 10, "seconds": 1.0, "kv_bytes_a_token": 10, "state_bytes": 20}
+                for each in range(3)
+            ]  # fmt: skip
+            document = {"prefixes": prefixes[:number], "teacher": {"perplexity": 8.0}, "rank_correlations": {}}
+            (place / "conversion.json").write_text(json.dumps(document))
+        else:
+            place = Path(arguments[arguments.index("--run") + 1])
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "evaluation.json").write_text(json.dumps({"rows": scores(10.0)}))
+        return 1.0
+
+    faked_limit = [10**6]
+    monkeypatch.setattr(study.Study, "lapcli", lapcli)
+    job = ["run", "--model", str(folder), "--work", str(tmp_path / "work"), "--arms", "dual,one", "--fractions"]
+    job += ["1,0.34", "--limit", "3", "--output", str(tmp_path / "lines.jsonl")]
+    return asked, faked_limit, job
+
+
+def exit_code(job):
+    with pytest.raises(SystemExit) as exit_:
+        study.main(job)
+    return exit_.value.code
+
+
+def test_fractions_rise_and_what_is_there_is_not_done_again(faked, tmp_path):
+    asked, limit, job = faked
+    limit[0] = 4
+    # The teacher, the first fraction of the first way, and an end before its second is measured.
+    assert exit_code(job) == 1
+    found = [json.loads(each) for each in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [(each["arm"], each["fraction"]) for each in found] == [("teacher", "0"), ("dual", "0.34")]
+    assert found[1]["conversion"]["perplexity"] == 9.0
+    assert found[1]["conversion"]["layers"][0]["after"] == 0.5
+    limit[0] = 10**6
+    asked.clear()
+    assert exit_code(job) == 0
+    assert [arguments[0] for arguments in asked] == ["convert", "eval"] * 3
+    asked.clear()
+    assert exit_code(job) == 0
+    # Of another file's lines; another limit is another measurement.
+    other = [*job[:-1], str(tmp_path / "other.jsonl"), "--known", str(tmp_path / "lines.jsonl")]
+    assert exit_code(other) == 0
+    assert not asked
+    assert exit_code([*other, "--limit", "4", "--arms", "one", "--fractions", "1"]) == 0
+    assert [arguments[0] for arguments in asked] == ["eval", "convert", "eval"]
+    assert len(cells(study.write([tmp_path / "lines.jsonl"]), ARMS["one"][0])) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--arms", "dual,three"], "'three' is none of dual, one"),
+        (["--fractions", "25"], "no number above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(faked, capsys, arguments, said):
+    assert exit_code([*faked[2], *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_corpus_leaves_out_what_models_are_measured_on(tmp_path):
+    held_out = max((document.text for document in heldout_builtin_text()), key=len)
+    for name, text in (("gutenberg_train.jsonl.xz", "A tale of old. " * 40), ("openstax_by.jsonl.xz", held_out)):
+        (tmp_path / name).write_bytes(lzma.compress((json.dumps({"text": text}) + "\n").encode()))
+    said = study.prepare(tmp_path, tmp_path / "text.jsonl", 100_000)
+    kept = (tmp_path / "text.jsonl").read_text()
+    assert "A tale of old." in kept
+    assert "held-out paragraphs taken out" in said
+    longest = max(held_out.split("\n\n"), key=len)
+    assert json.dumps(longest)[1:-1] not in kept
