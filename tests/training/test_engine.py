@@ -446,7 +446,7 @@ def gradients(bench, sequences, **execution):
 def loop_of(bench, **execution):
     return engine._Loop(
         bench.student, bench.teacher, bench.stream, bench.plan, bench.settings, Path("nowhere"), bench.lineage,
-        Execution(**execution), None, lambda _done: None, lambda _step, _found: None,
+        Execution(**execution), None, engine.Objective, lambda _done: None, lambda _step, _found: None,
         nullcontext, "training", bench.reporter, ALONE, None,
     )  # fmt: skip
 
