@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+import pytest
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What `lapcli doctor` found on this machine is none of a test's business, nor what tests find of the user's.
@@ -27,3 +29,13 @@ def pytest_configure(config):
             begin(self, fn, arg_names, list(configs)[:1], *args, **kwargs)
 
         Autotuner.__init__ = first
+
+
+@pytest.fixture(scope="module")
+def quick_reload():
+    """Trained models are compared with what was written without waiting for the imports of another process."""
+    from lapcli.testing.processes import reload_here
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lapcli.training.reload.subprocess", reload_here())
+        yield

@@ -5,6 +5,7 @@ server of `multiprocessing` imports them once, with one thread, and each process
 interpreter, its imports or what it leaves at its end are what is tested, `subprocess` is right.
 """
 
+import json
 import multiprocessing
 import multiprocessing.process
 import os
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 _IMPORTED = ("lapcli.cli.app", "lapcli.models", "lapcli.stages.calibration", "lapcli.stages.recovery")
@@ -25,6 +28,7 @@ _IMPORTED = ("lapcli.cli.app", "lapcli.models", "lapcli.stages.calibration", "la
 class Forked:
     """A process of its own, which can be waited for and be sent signals as a `subprocess.Popen`.
 
+    What it trains is compared with what it wrote as `reload_here` does.
     With a CUDA device in the machine it is a new interpreter: no fork could use what looked for one.
 
     Args:
@@ -148,6 +152,23 @@ def run_together(
     )
 
 
+def reload_here() -> SimpleNamespace:
+    """What `lapcli.training.reload` may have as `subprocess`, so that it compares in this process.
+
+    That a new interpreter can load the model is then not tested; its import takes longer than tiny models' training.
+    """
+    return SimpleNamespace(run=_compare_here)
+
+
+def _compare_here(command: Sequence[str], *, input: str, **_options: object) -> subprocess.CompletedProcess[str]:
+    from lapcli.training.reload import _compare
+
+    try:
+        return subprocess.CompletedProcess(command, 0, json.dumps(_compare(json.loads(input))), "")
+    except Exception:
+        return subprocess.CompletedProcess(command, 1, "", traceback.format_exc())
+
+
 def _has_cuda() -> bool:
     import torch
 
@@ -225,6 +246,9 @@ def _begin(
     import torch
 
     torch.set_num_threads(threads)
+    from lapcli.training import reload
+
+    reload.subprocess = reload_here()
     sys.argv = ["-c" if program else "lapcli", *arguments]
     if program is None:
         from lapcli.cli.app import main

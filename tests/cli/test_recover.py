@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.testing.processes import Forked, run_forked
 
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
 SMALL = ("--steps", "4", "--batch-size", "2", "--seq-len", "48", "--validation", "2", "--lora-rank", "4")
 
 

@@ -1,12 +1,11 @@
 """Training by two processes on the CPU: what one process trains, sharded or not, and stopped and gone on with as one.
 
-One launch of torchrun runs all scenarios, each process writes what it saw, and the tests compare.
+One launch, as torchrun's, runs all scenarios, each process writes what it saw, and the tests compare.
 """
 
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from functools import cache, partial
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from lapcli.errors import DataError, LapcliError, ModelError, RecipeError
 from lapcli.parallel import ALONE, Processes, jointly, processes
 from lapcli.testing.models import tiny_gated_deltanet
+from lapcli.testing.processes import run_together
 from lapcli.testing.stock_models import tiny_stock_model
 from lapcli.training.adapters import whole
 from lapcli.training.distributed import Objective, Parallel, local, nothing_of, unwrapped
@@ -308,11 +308,8 @@ def out(place, made_once):
 
 def run_all(place, folder):
     train(place, folder / "from-one", "own", ALONE, on_step=killed_at(3))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__,
-         str(place), str(folder)],
-        capture_output=True, text=True, check=False, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    program = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+    done = run_together(2, place, folder, program=program)
     assert done.returncode == 0, done.stderr
 
 
