@@ -268,7 +268,7 @@ def test_one_that_learned_nothing_leaves_the_earlier_one(place, copy, monkeypatc
 
     if when == "before the first step":
         monkeypatch.setattr(pretraining, "fresh_model", broken)
-    with pytest.raises(ModelError, match="before any training|nothing was learned, and the earlier model"):
+    with pytest.raises(ModelError, match=r"before any training|nothing was learned, and the earlier model"):
         trained(settings(place, seed=2, lr=1e30), copy, restart=True, execution=Execution())
     monkeypatch.undo()
     assert (copy.trained / "model.safetensors").read_bytes() == before
