@@ -47,8 +47,6 @@ everything in a quarter of the time.
 
 import argparse
 import json
-import lzma
-import random
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -56,13 +54,19 @@ from typing import Any, NamedTuple
 
 from dsla.arms import ARMS, CONVERSION, FRACTIONS, KEYS, NEEDLES, TASKS, TEACHER
 from dsla.tables import BEGIN, END, key_of, put, write
-from query_feedback.commands import Commands
-from query_feedback.lines import add_line, machine, read_lines
+from studies.commands import Commands
+from studies.corpus import prepare as prepare_corpus
+from studies.lines import add_line, machine, read_lines
 
 __all__ = ["ARMS", "BEGIN", "END", "Study", "add_line", "prepare", "put", "write"]
 
 _FILES = {"gutenberg_train.jsonl.xz": 0.97, "openstax_by.jsonl.xz": 0.03}
 """Of the folder of raw texts, and their shares of the corpus."""
+
+
+def prepare(texts: Path, output: Path, characters: int, seed: int = 0) -> str:
+    """Write the corpus of this study; one line about it. Arguments as for `studies.corpus.prepare`."""
+    return prepare_corpus(texts, output, characters, _FILES, seed)
 
 
 class Piece(NamedTuple):
@@ -198,45 +202,6 @@ def _conversion(document: dict[str, Any], number: int) -> dict[str, Any]:
             for each in prefixes
         ],
     }
-
-
-def prepare(texts: Path, output: Path, characters: int, seed: int = 0) -> str:
-    """Write the corpus; one line about it.
-
-    Args:
-        texts: the folder of raw texts.
-        output: JSONL, packed where its name ends in `.xz`.
-        characters: of the corpus, about; a source that has too few gives all.
-        seed: of the choice and the order of documents.
-    """
-    from lapcli.data.builtin import heldout_builtin_text
-    from lapcli.data.files import read_path
-    from lapcli.data.overlap import HeldOutIndex
-
-    index = HeldOutIndex(document.text for document in heldout_builtin_text())
-    chance = random.Random(seed)
-    kept: list[str] = []
-    dropped = 0
-    for name, share in _FILES.items():
-        found = [document.text for document in read_path(texts / name)]
-        chance.shuffle(found)
-        room = int(characters * share)
-        for text in found:
-            if room <= 0:
-                break
-            cleaned = index.clean(text[:room])
-            dropped += cleaned.dropped
-            if cleaned.text.strip():
-                kept.append(cleaned.text)
-                room -= len(cleaned.text)
-    chance.shuffle(kept)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in kept).encode()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_bytes(lzma.compress(lines, preset=6) if output.suffix == ".xz" else lines)
-    return (
-        f"{output}: {len(kept)} texts, {sum(map(len, kept)) / 1e6:.1f} M characters, {dropped} held-out paragraphs "
-        f"taken out, {output.stat().st_size / 1e6:.1f} MB\n"
-    )
 
 
 def _arms(text: str) -> list[str]:

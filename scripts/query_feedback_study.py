@@ -53,7 +53,6 @@ without.
 import argparse
 import hashlib
 import json
-import lzma
 import os
 import random
 import sys
@@ -62,13 +61,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from query_feedback.commands import Commands
-from query_feedback.lines import TRAINING, add_line, key_of, machine, read_lines
+from query_feedback.lines import TRAINING, key_of, read_lines
 from query_feedback.recovering import Recoveries
 from query_feedback.shipping import ship
 from query_feedback.tables import BEGIN, END, put, write
 from query_feedback.throughput import Throughput
 from query_feedback.variants import LENGTHS, NEEDLES, PROMPTS, SHARES, TRAINED, VARIANTS, mixture
+from studies.commands import Commands
+from studies.corpus import prepare as prepare_corpus
+from studies.lines import add_line, machine
 
 __all__ = ["BEGIN", "END", "NEEDLES", "VARIANTS", "add_line", "prepare", "put", "read_lines", "recall_shard", "write"]
 
@@ -79,6 +80,13 @@ _FILES = {
     "wiki_leads.jsonl.xz": 0.075,
 }
 """Of the folder of raw texts, and their shares of the corpus: those of `demo:gdn` without `builtin`."""
+
+
+def prepare(texts: Path, output: Path, characters: int, seed: int = 0) -> str:
+    """Write the corpus of this study; one line about it. Arguments as for `studies.corpus.prepare`."""
+    return prepare_corpus(texts, output, characters, _FILES, seed)
+
+
 _RECALL_SHARDS = 16
 _RECALL_LENGTHS = {256: 0.2, 512: 0.3, 1024: 0.5}
 """Tokens of recall documents, with weights."""
@@ -181,44 +189,6 @@ def recall_corpus(study: Commands, path: Path, text: str) -> Path:
     size.write_text(json.dumps([text, characters]))
     study.say(f"{path}: {path.stat().st_size / 1e6:.0f} MB of recall documents")
     return path
-
-
-def prepare(texts: Path, output: Path, characters: int, seed: int = 0) -> str:
-    """Write the corpus; one line about it.
-
-    Args:
-        texts: the folder of raw texts.
-        output: JSONL, packed where its name ends in `.xz`.
-        characters: of the corpus, about; a source that has too few gives all.
-        seed: of the choice and the order of documents.
-    """
-    from lapcli.data.builtin import heldout_builtin_text
-    from lapcli.data.files import read_path
-    from lapcli.data.overlap import HeldOutIndex
-
-    index = HeldOutIndex(document.text for document in heldout_builtin_text())
-    chance = random.Random(seed)
-    kept: list[str] = []
-    dropped = 0
-    for name, share in _FILES.items():
-        found = [document.text for document in read_path(texts / name)]
-        chance.shuffle(found)
-        room = int(characters * share)
-        for text in found:
-            if room <= 0:
-                break
-            cleaned = index.clean(text[:room])
-            dropped += cleaned.dropped
-            if cleaned.text.strip():
-                kept.append(cleaned.text)
-                room -= len(cleaned.text)
-    chance.shuffle(kept)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in kept).encode()
-    output.write_bytes(lzma.compress(lines, preset=6) if output.suffix == ".xz" else lines)
-    return (
-        f"{output}: {len(kept)} texts, {sum(map(len, kept)) / 1e6:.1f} M characters, {dropped} held-out paragraphs "
-        f"taken out, {output.stat().st_size / 1e6:.1f} MB\n"
-    )
 
 
 def recall_shard(text: Path, shard: int, characters: int) -> str:

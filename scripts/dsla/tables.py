@@ -5,7 +5,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from query_feedback.lines import read_lines
+from studies import page as page_of
+from studies.lines import read_lines
 
 from dsla.arms import ARMS, BASE, BUDGET, CONVERSION, KEYS, LENGTHS, TEACHER
 
@@ -41,16 +42,8 @@ def write(files: Sequence[Path]) -> str:
 
 
 def put(tables: str, page: Path) -> None:
-    """Put tables between the marks of a page.
-
-    Raises:
-        SystemExit: it has no such marks.
-    """
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise SystemExit(f"{page} needs the lines\n{BEGIN}\n{END}\nonce each, in this order, where the tables go")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    page.write_text(f"{before}\n{tables}{after}", encoding="utf-8")
+    """Put tables between the marks of a page."""
+    page_of.put(tables, page, BEGIN, END)
 
 
 def _group(lines: list[Line]) -> str:

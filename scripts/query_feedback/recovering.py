@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from query_feedback.commands import Commands
-from query_feedback.lines import RECOVERY, key_of, machine, read_lines
+from studies.commands import Commands
+from studies.lines import machine
+
+from query_feedback.lines import RECOVERY, key_of, read_lines
 from query_feedback.variants import NEEDLES, TRAINED, mixture
 
 _RANDOM = "rand"

@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from studies import page as page_of
+
 from query_feedback.lines import RECOVERY, THROUGHPUT, TRAINING, key_of, read_lines
 from query_feedback.variants import BASE, NEEDLES, TRAINED, TRAINED_LENGTH, UNTRAINED, VARIANTS
 
@@ -37,16 +39,8 @@ def write(files: Sequence[Path]) -> str:
 
 
 def put(tables: str, page: Path) -> None:
-    """Put tables between the marks of a page.
-
-    Raises:
-        SystemExit: it has no such marks.
-    """
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise SystemExit(f"{page} needs the lines\n{BEGIN}\n{END}\nonce each, in this order, where the tables go")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    page.write_text(f"{before}\n{tables}{after}", encoding="utf-8")
+    """Put tables between the marks of a page."""
+    page_of.put(tables, page, BEGIN, END)
 
 
 def _alike(lines: Iterable[Line], names: Sequence[str]) -> list[list[Line]]:

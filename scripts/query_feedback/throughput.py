@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from query_feedback.commands import Commands
-from query_feedback.lines import THROUGHPUT, key_of, machine, read_lines
+from studies.commands import Commands
+from studies.lines import machine
+
+from query_feedback.lines import THROUGHPUT, key_of, read_lines
 
 
 class Throughput(Commands):

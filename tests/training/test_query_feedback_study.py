@@ -25,7 +25,8 @@ from lapcli.testing.models import tiny_gated_deltanet, tiny_qdelta
 sys.path.append(str(Path(lapcli.__file__).resolve().parents[1] / "scripts"))
 
 import query_feedback_study as study
-from query_feedback import commands, recovering, throughput, variants
+from query_feedback import recovering, throughput, variants
+from studies import commands
 
 PAGE = f"# Page\n\nbefore\n\n{study.BEGIN}\nold\n{study.END}\n\nafter\n"
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from query_feedback.lines import add_line
+from studies.lines import add_line
 
 INTERRUPTED = 130
 _ANYWHERE = ("select", "slice", "report")
