@@ -61,15 +61,8 @@ def run(
     run_path: options.Run = options.DEFAULT_RUN,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    kernel: Annotated[
-        str,
-        typer.Option(
-            help="auto; reference, triton: the step of the state; chunked, fla: the prompts.", rich_help_panel=_MACHINE
-        ),
-    ] = "auto",
-    state_dtype: Annotated[
-        str, typer.Option(help="Of recurrent states: float32, or bfloat16, half of it.", rich_help_panel=_MACHINE)
-    ] = "float32",
+    kernel: options.DecodeKernel = "auto",
+    state_dtype: options.StateDtype = "float32",
     require_fast: options.RequireFast = False,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,

@@ -34,6 +34,39 @@ Kernel = Annotated[
 RequireFast = Annotated[
     bool, typer.Option("--require-fast", help="Fail when no fast kernel can run.", rich_help_panel=_MACHINE)
 ]
+DecodeKernel = Annotated[
+    str,
+    typer.Option(
+        help="auto; reference, triton: the step of the state; chunked, fla: the prompts.", rich_help_panel=_MACHINE
+    ),
+]
+StateDtype = Annotated[
+    str, typer.Option(help="Of recurrent states: float32, or bfloat16, half of it.", rich_help_panel=_MACHINE)
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(help="Processes to start, a GPU each (with --device cpu: on the CPU).", rich_help_panel=_MACHINE),
+]
+MicroBatch = Annotated[
+    int | None,
+    typer.Option(
+        help="Sequences that a GPU computes at once. Default: about 8192 tokens.", rich_help_panel=_MACHINE, min=1
+    ),
+]
+GradientCheckpointing = Annotated[
+    bool,
+    typer.Option(
+        "--gradient-checkpointing",
+        help="Compute blocks again in the backward pass instead of keeping their activations.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+ValidateEvery = Annotated[int, typer.Option(help="Steps between two validations.", rich_help_panel=_MACHINE, min=1)]
+SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints.", rich_help_panel=_MACHINE, min=1)]
+Trackers = Annotated[
+    list[str] | None,
+    typer.Option(help="Show the curve in tensorboard or wandb too.", rich_help_panel=_OUTPUT),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that a model brings along.", rich_help_panel=_MACHINE)
 ]
@@ -120,3 +153,9 @@ DEFAULT_RATIO = "0.5"
 def run_flag(path: Path) -> str:
     """What a suggested command needs to find the same run."""
     return "" if path == DEFAULT_RUN else f" --run {path}"
+
+
+def check_sharding(sharding: str) -> None:
+    """Refuse a `--sharding` that there is not."""
+    if sharding not in ("none", "fsdp"):
+        raise UsageError(f"--sharding {sharding!r} is none of none, fsdp")

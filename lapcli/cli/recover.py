@@ -86,30 +86,18 @@ def run(
     ] = False,
     validation: Annotated[int | None, _option("Sequences held out for validation. Default: 64.")] = None,
     seed: Annotated[int | None, _option("Of LoRA's first values, of the order of text, and of recall.")] = None,
-    gpus: Annotated[
-        int | None, _option("Processes to start, a GPU each (with --device cpu: on the CPU).", panel=_MACHINE)
-    ] = None,
+    gpus: options.Gpus = None,
     sharding: Annotated[
         str, _option("How several GPUs hold the models: none (DDP, each whole), fsdp (each a share).", panel=_MACHINE)
     ] = "none",
-    micro_batch: Annotated[
-        int | None,
-        _option("Sequences that a GPU computes at once. Default: about 8192 tokens.", panel=_MACHINE, least=1),
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool,
-        _option(
-            "Compute blocks again in the backward pass instead of keeping their activations.",
-            "--gradient-checkpointing",
-            panel=_MACHINE,
-        ),
-    ] = False,
-    validate_every: Annotated[int, _option("Steps between two validations.", panel=_MACHINE, least=1)] = 100,
-    save_every: Annotated[int, _option("Steps between two checkpoints.", panel=_MACHINE, least=1)] = 100,
+    micro_batch: options.MicroBatch = None,
+    gradient_checkpointing: options.GradientCheckpointing = False,
+    validate_every: options.ValidateEvery = 100,
+    save_every: options.SaveEvery = 100,
     teacher_device: Annotated[
         str | None, _option("Where the teacher lies. Default: beside the student.", panel=_MACHINE)
     ] = None,
-    tracker: Annotated[list[str] | None, _option("Show the curve in tensorboard or wandb too.", panel="Output")] = None,
+    tracker: options.Trackers = None,
     restart: Annotated[
         bool, _option("Throw an earlier recovery of the run away and begin anew.", "--restart", panel="Output")
     ] = False,
@@ -128,8 +116,7 @@ def run(
     from lapcli.errors import CheckFailed, UsageError
     from lapcli.families.source import resolve_model
 
-    if sharding not in ("none", "fsdp"):
-        raise UsageError(f"--sharding {sharding!r} is none of none, fsdp")
+    options.check_sharding(sharding)
     for option, value in (("--lora-rank", lora_rank), ("--lora-alpha", lora_alpha)):
         if full and value is not None:
             raise UsageError(f"{option} beside --full, which trains the mixers whole, without LoRA", "drop one of them")

@@ -55,33 +55,21 @@ def run(
     lr: Annotated[float | None, _option("Largest learning rate; the last becomes a tenth of it.")] = None,
     validation: Annotated[int | None, _option("Sequences held out for validation.")] = None,
     seed: Annotated[int | None, _option("Of the first weights, of the order of text, and of recall.")] = None,
-    gpus: Annotated[
-        int | None, _option("Processes to start, a GPU each (with --device cpu: on the CPU).", panel=_MACHINE)
-    ] = None,
+    gpus: options.Gpus = None,
     sharding: Annotated[
         str, _option("How several GPUs hold the model: none (DDP, each whole), fsdp (each a share).", panel=_MACHINE)
     ] = "none",
-    micro_batch: Annotated[
-        int | None,
-        _option("Sequences that a GPU computes at once. Default: about 8192 tokens.", panel=_MACHINE, least=1),
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool,
-        _option(
-            "Compute blocks again in the backward pass instead of keeping their activations.",
-            "--gradient-checkpointing",
-            panel=_MACHINE,
-        ),
-    ] = False,
+    micro_batch: options.MicroBatch = None,
+    gradient_checkpointing: options.GradientCheckpointing = False,
     compile_: Annotated[
         bool,
         _option(
             "Compile the blocks (torch.compile); the recipe's documents must be joined.", "--compile", panel=_MACHINE
         ),
     ] = False,
-    validate_every: Annotated[int, _option("Steps between two validations.", panel=_MACHINE, least=1)] = 100,
-    save_every: Annotated[int, _option("Steps between two checkpoints.", panel=_MACHINE, least=1)] = 500,
-    tracker: Annotated[list[str] | None, _option("Show the curve in tensorboard or wandb too.", panel="Output")] = None,
+    validate_every: options.ValidateEvery = 100,
+    save_every: options.SaveEvery = 500,
+    tracker: options.Trackers = None,
     restart: Annotated[
         bool, _option("Throw an earlier training of the run away and begin anew.", "--restart", panel="Output")
     ] = False,
@@ -103,8 +91,7 @@ def run(
     from lapcli.errors import CheckFailed, UsageError
     from lapcli.shipped import find_recipe
 
-    if sharding not in ("none", "fsdp"):
-        raise UsageError(f"--sharding {sharding!r} is none of none, fsdp")
+    options.check_sharding(sharding)
     if dtype not in ("auto", "float32", "bfloat16"):
         raise UsageError(f"--dtype {dtype!r} is none of auto, float32, bfloat16")
     given = {
