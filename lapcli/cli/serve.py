@@ -115,7 +115,7 @@ def run(
     if prefill_tokens is not None and prefill_tokens < 1:
         raise UsageError(f"--prefill-tokens {prefill_tokens}: at least 1")
     limits = Limits(
-        body_bytes=memory_bytes(max_body),
+        body_bytes=memory_bytes(max_body, "--max-body"),
         waiting=max_waiting,
         per_client=max_per_client,
         connections=max_connections,

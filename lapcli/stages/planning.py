@@ -330,8 +330,12 @@ def plan_ratio(
     )
 
 
-def memory_bytes(text: str) -> int:
+def memory_bytes(text: str, option: str = "--memory") -> int:
     """A size with its unit, such as `80GiB` or `80 GB`.
+
+    Args:
+        text: as it was typed.
+        option: behind which.
 
     Raises:
         UsageError: no number above 0, or no unit of those known.
@@ -345,7 +349,7 @@ def memory_bytes(text: str) -> int:
         value = math.nan
     if not math.isfinite(value) or value < 1:
         meant = f"did you mean {number}GiB? " if unit.lower() in ("", "g") and _is_number(number) else ""
-        raise UsageError(f"--memory {text} is no size", f"{meant}a number and a unit: 80GiB (2^30 bytes), 80GB (10^9)")
+        raise UsageError(f"{option} {text} is no size", f"{meant}a number and a unit: 80GiB (2^30 bytes), 80GB (10^9)")
     return int(value)
 
 

@@ -36,8 +36,8 @@ from lapcli.machine import Machine
 from lapcli.parallel import ALONE, Processes
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.calibration import check_length
-from lapcli.stages.giving_way import bring_back, check_ours, forget_aside, set_aside
-from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_stale
+from lapcli.stages.giving_way import bring_back, check_ours, forget_aside, left_before, set_aside
+from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST
 from lapcli.training.adapters import trained_state
 from lapcli.training.card import training_card
 from lapcli.training.checkpoints import KIND as CHECKPOINT
@@ -426,17 +426,9 @@ def _finished(request: TrainingRequest, folder: Path, output: Path, reporter: Re
     Raises:
         ArtifactError: it was of other inputs; or what is written of it cannot be read, and no checkpoint can say more.
     """
-    summary = folder / TRAINING_FILE
-    if not summary.is_file():
+    found = left_before(folder / TRAINING_FILE, KIND, request.lineage, _MEND, reporter)
+    if found is None:
         return None
-    try:
-        found = read_document(summary, KIND)
-    except ArtifactError as error:
-        if error.hint is not None or latest_step(folder / CHECKPOINTS) is None:
-            raise ArtifactError(error.message, error.hint or _MEND) from error
-        reporter.warn(f"{error.message}; it is made again from the last checkpoint")
-        return None
-    refuse_stale(request.lineage(), found, summary, _MEND)
     try:
         whole = resolve_model(str(output)).digest == found.record.get("digest")
         names = [*tokenizer_files(request.tokenizer.path), CARD, LINEAGE_FILE]

@@ -42,8 +42,8 @@ from lapcli.recipe import RecoverySettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.calibration import check_length
 from lapcli.stages.evaluation_file import forget_stale
-from lapcli.stages.giving_way import aside, bring_back, check_ours, forget_aside, set_aside
-from lapcli.stages.lineage import LINEAGE_FILE, refuse_stale, sliced_lineage
+from lapcli.stages.giving_way import aside, bring_back, check_ours, forget_aside, left_before, set_aside
+from lapcli.stages.lineage import LINEAGE_FILE, sliced_lineage
 from lapcli.training.adapters import (
     ALPHA,
     RANK,
@@ -415,17 +415,11 @@ def _finished(
     Raises:
         ArtifactError: it was of other inputs; or what is written of it cannot be read, and no checkpoint can say more.
     """
-    summary = folder / RECOVERY_FILE
-    if not summary.is_file():
+    found = left_before(
+        folder / RECOVERY_FILE, KIND, lambda: recovery_lineage(student, teacher, settings), _MEND, reporter
+    )
+    if found is None:
         return None
-    try:
-        found = read_document(summary, KIND)
-    except ArtifactError as error:
-        if error.hint is not None or latest_step(folder / CHECKPOINTS) is None:
-            raise ArtifactError(error.message, error.hint or _MEND) from error
-        reporter.warn(f"{error.message}; it is made again from the last checkpoint")
-        return None
-    refuse_stale(recovery_lineage(student, teacher, settings), found, summary, _MEND)
     wrong = _what_is_wrong(folder, output, found)
     if wrong is None:
         return found
