@@ -8,6 +8,7 @@ from lapkernels.decoding.configs import StepConfig
 from lapkernels.decoding.rows import ConvState
 from lapkernels.decoding.workspace import Workspace
 from lapkernels.delta_rule.api import Choice
+from lapkernels.delta_step.arguments import StepArguments
 from lapkernels.delta_step.reference import delta_step_reference
 from lapkernels.delta_step.validation import check_arguments
 from lapkernels.errors import KernelUnavailable
@@ -158,7 +159,7 @@ def delta_step(
     elif (why := why_not(impl, q.device, q.dtype)) is not None:
         raise KernelUnavailable(f"impl='{impl}' for the decode step: {why}")
     factor: float = sizes.key_width**-0.5 if scale is None else scale
-    arguments = (
+    arguments = StepArguments(
         q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight, norm_eps,
         gate_activation, lamb, strength, factor, qk_l2norm, (silu_q, silu_k, silu_v), commit, rounding_seed,
     )  # fmt: skip
@@ -166,5 +167,5 @@ def delta_step(
         # Here, since it imports triton.
         from lapkernels.delta_step.triton_launch import delta_step_triton
 
-        return delta_step_triton(*arguments, config=config, workspace=workspace)
-    return delta_step_reference(*arguments)
+        return delta_step_triton(arguments, config, workspace)
+    return delta_step_reference(arguments)

@@ -12,40 +12,21 @@ from lapkernels.decoding.reference import (
     write_states,
 )
 from lapkernels.decoding.rows import ConvState
+from lapkernels.delta_step.arguments import StepArguments
 
 NORM_EPS = 1e-6
 """Added to the squared length of q and k before the root, as in fla."""
 
 
-def delta_step_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    b: Tensor | None,
-    a: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    decay_lower_bound: float | None,
-    conv: ConvState | None,
-    position: Tensor | None,
-    slots: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    gate_activation: str,
-    lamb: Tensor | None,
-    strength: float,
-    scale: float,
-    qk_l2norm: bool,
-    silu: tuple[bool, bool, bool],
-    commit: Tensor | None,
-    rounding_seed: Tensor | None,
-) -> Tensor:
-    """Run the step. Arguments as `delta_step` has checked and completed them; returns `[B, T, HV, V]`.
+def delta_step_reference(arguments: StepArguments) -> Tensor:
+    """Run the step; returns `[B, T, HV, V]`.
 
     Waits for the device: which rows have a slot is read on the host.
     """
+    (
+        q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight, norm_eps,
+        gate_activation, lamb, strength, scale, qk_l2norm, silu, commit, rounding_seed,
+    ) = arguments  # fmt: skip
     batch, time = q.shape[:2]
     output = torch.zeros_like(v, memory_format=torch.contiguous_format)
     rows, places = live_rows(batch, slots, q.device)

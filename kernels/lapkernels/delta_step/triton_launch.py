@@ -7,8 +7,9 @@ from torch import Tensor
 
 from lapkernels._triton import may_begin_early
 from lapkernels.decoding.configs import StepConfig, choose_apart, choose_config, key_parts, power_of_two
-from lapkernels.decoding.rows import ConvState, check_kept_dtype
+from lapkernels.decoding.rows import check_kept_dtype
 from lapkernels.decoding.workspace import Workspace, meeting_place
+from lapkernels.delta_step.arguments import StepArguments
 from lapkernels.delta_step.triton_passes import (
     GATES,
     delta_inputs_kernel,
@@ -22,33 +23,13 @@ _WIDEST = 512
 
 
 def delta_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    b: Tensor | None,
-    a: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    decay_lower_bound: float | None,
-    conv: ConvState | None,
-    position: Tensor | None,
-    slots: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    gate_activation: str,
-    lamb: Tensor | None,
-    strength: float,
-    scale: float,
-    qk_l2norm: bool,
-    silu: tuple[bool, bool, bool],
-    commit: Tensor | None,
-    rounding_seed: Tensor | None,
-    config: StepConfig | None = None,
-    workspace: Workspace | None = None,
+    arguments: StepArguments, config: StepConfig | None = None, workspace: Workspace | None = None
 ) -> Tensor:
-    """Run the step. Arguments as `delta_step` has checked and completed them; returns `[B, T, HV, V]`."""
+    """Run the step; returns `[B, T, HV, V]`."""
+    (
+        q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight, norm_eps,
+        gate_activation, lamb, strength, scale, qk_l2norm, silu, commit, rounding_seed,
+    ) = arguments  # fmt: skip
     batch, time, key_heads, key_width = q.shape
     value_heads, value_width = v.shape[2:]
     heads = batch * value_heads
@@ -62,10 +43,7 @@ def delta_step_triton(
     tiles = config.tiles(value_width)
     check_kept_dtype(state)
     if config.apart and time == 1 and commit is None:
-        return _three_passes(
-            config, q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight,
-            norm_eps, gate_activation, lamb, strength, scale, qk_l2norm, silu, rounding_seed,
-        )  # fmt: skip
+        return _three_passes(arguments, config)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     counters = scratch = out
     held = norm_weight is not None and tiles > 1 and time == 1 and config.splits == 1
@@ -106,32 +84,12 @@ def delta_step_triton(
     return out
 
 
-def _three_passes(
-    config: StepConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    b: Tensor | None,
-    a: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    decay_lower_bound: float | None,
-    conv: ConvState | None,
-    position: Tensor | None,
-    slots: Tensor | None,
-    gate: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    gate_activation: str,
-    lamb: Tensor | None,
-    strength: float,
-    scale: float,
-    qk_l2norm: bool,
-    silu: tuple[bool, bool, bool],
-    rounding_seed: Tensor | None,
-) -> Tensor:
+def _three_passes(arguments: StepArguments, config: StepConfig) -> Tensor:
     """One token a row by the kernels of `triton_passes`."""
+    (
+        q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight, norm_eps,
+        gate_activation, lamb, strength, scale, qk_l2norm, silu, _, rounding_seed,
+    ) = arguments  # fmt: skip
     batch, _, key_heads, key_width = q.shape
     value_heads, value_width = v.shape[2:]
     heads, wide = batch * value_heads, power_of_two(key_width)
