@@ -173,13 +173,12 @@ def tile_offsets(columns, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constex
     offsets are constants of its load instructions instead of registers, and it finds their q and k side by side.
     """
     number = tl.arange(0, N)[:, None]
-    rows = FIRST + (number % ROWS) * (N // ROWS) + number // ROWS
     at = (number % ROWS) * (N // ROWS * STRIDE_K) + columns[None, :] * STRIDE_V + (number // ROWS) * STRIDE_K
     mask = columns[None, :] >= 0
     if not WHOLE:
         mask = columns[None, :] < V
     if FIRST + N > K:
-        mask = mask & (rows < K)
+        mask = mask & (tile_rows(FIRST, N, ROWS)[:, None] < K)
     return at + FIRST * STRIDE_K, mask
 
 
