@@ -142,13 +142,13 @@ def check_repeated_keys(dtype: torch.dtype, device: str = "cpu") -> None:
     compare(inputs.to(dtype), device)
 
 
-def check_poisoned(device: str = "cpu") -> None:
+def check_poisoned(dtype: torch.dtype, device: str = "cpu") -> None:
     """Whatever lies beside the arguments, and in fresh memory, reaches no result (case 1)."""
-    inputs = delta_rule_inputs(batch=1, time=35, key_heads=1, key_width=20, value_width=24).to(torch.float32, device)
+    inputs = delta_rule_inputs(batch=1, time=35, key_heads=1, key_width=20, value_width=24).to(dtype, device)
     expected = output_state_and_gradients(run, inputs)
     beside = {}
     for name, x in inputs.tensors().items():
-        wide = torch.full((*x.shape[:1], x.shape[1] + 64, *x.shape[2:]), 1e30, device=device)
+        wide = torch.full((*x.shape[:1], x.shape[1] + 64, *x.shape[2:]), 1e30, dtype=x.dtype, device=device)
         wide[:, 32 : 32 + x.shape[1]] = x
         beside[name] = wide[:, 32 : 32 + x.shape[1]]
 

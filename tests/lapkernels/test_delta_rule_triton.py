@@ -20,7 +20,7 @@ PARTS = {
         "t.check_strong_decay({dtype}); t.check_repeated_keys({dtype})"
     ),
     "tiles": "t.check_tiles(t.Tiles(16, 4, 1, True), {dtype}); t.check_tiles(t.Tiles(16, 4, 1), torch.float16)",
-    "neighbours": "t.check_poisoned()",
+    "neighbours": "t.check_poisoned(torch.float32)",
 }
 
 

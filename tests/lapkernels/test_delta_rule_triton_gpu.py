@@ -72,7 +72,7 @@ def test_properties(property_, dtype):
 
 
 def test_neighbours_do_not_reach_the_result():
-    check_poisoned("cuda")
+    check_poisoned(torch.bfloat16, "cuda")
 
 
 def test_captured_in_a_cuda_graph():

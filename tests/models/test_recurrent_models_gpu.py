@@ -113,7 +113,8 @@ def test_logits_are_flas(model, length, padded):
     plain = logits(copy_of(model, "cuda", BF16, "reference"))
     assert_as_precise(logits(copy_of(model, "cuda", BF16, "chunked")), truth, plain, BF16)
     assert_as_precise(logits(copy_of(model, "cuda", BF16, "auto")), truth, plain, BF16)
-    assert_as_precise(logits(fla_copy(model, BF16)), truth, plain, BF16)
+    if not isinstance(model, QDeltaForCausalLM):  # of which fla has no model
+        assert_as_precise(logits(fla_copy(model, BF16)), truth, plain, BF16)
 
 
 def test_gradients_are_flas(model):
