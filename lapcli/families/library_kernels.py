@@ -1,71 +1,111 @@
 """Which implementations a stock transformers model runs, and the PyTorch ones where a fast package cannot run.
 
 transformers binds functions of `fla`, `causal_conv1d` and `mamba_ssm` when a model's module is imported, for the
-packages that are installed, whatever the device. On a CPU those fail ("0 active drivers"), so the module's own PyTorch
-functions, which transformers keep behind each binding, take their place in the module's namespace; for a GPU the
-bindings come back. Where the `kernels` package is installed too, each binding lies in an `nn.Module` of its own. No
-file of the library is touched.
+packages that are installed, whatever the device. On a CPU those fail ("0 active drivers"), and the names are the
+module's, so all models of a class share them. A function that looks at the device of what it is given takes the place
+of each binding in the module's namespace: on a CPU it calls the module's own PyTorch function, which transformers keeps
+behind the binding, elsewhere the binding. Where the `kernels` package is installed too, each binding lies in an
+`nn.Module` of its own. No file of the library is touched.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _BOUND_IN = "hub_kernels"
-_saved: dict[tuple[str, str], Any] = {}
 
 
-def choose_kernels(model: nn.Module, device_type: str, *, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Let a model's library functions be those that run on such a device.
+class _ByDevice:
+    """A function of a library's module that runs by the device of the first tensor that it is given.
+
+    Attributes:
+        fast: what transformers bound.
+        plain: the PyTorch function behind it.
+        name: what the package calls the function.
+        package: whose function was bound, or `"PyTorch"`.
+        without_gradient: whether it runs the package's function only where nothing asks for a gradient.
+    """
+
+    def __init__(self, fast: Callable[..., Any], function: Callable[..., Any], name: str):
+        self.fast = fast
+        self.plain = inspect.unwrap(function)
+        self.name = str(inspect.getclosurevars(function).nonlocals.get("func_name", name))
+        self.package = _package(function)
+        self.without_gradient = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        avoided = self.without_gradient and torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        run = self.plain if avoided or _runs_pytorch(tensors[0].device) else self.fast
+        return run(*args, **kwargs)
+
+
+def choose_by_device(model: nn.Module) -> None:
+    """Let a model's library functions, and those of all models of its class, be those that run where they compute.
 
     Args:
         model: any model; those that transformers did not define are left alone.
-        device_type: `"cpu"`, or that of a GPU.
-        without: packages that are not to run on a GPU either.
-
-    Returns:
-        The functions for which PyTorch's took the place of a package's now.
     """
-    replaced: list[str] = []
     for module in _library_modules(model):
         for name, value in list(vars(module).items()):
-            key = (module.__name__, name)
-            function = _bound(value)
-            if function is not None and (device_type == "cpu" or _package(function) in without):
-                if _package(function) != "PyTorch":
-                    replaced.append(f"{_package(function)}'s {_name(function, name)}")
-                _saved[key] = value
-                setattr(module, name, inspect.unwrap(function))
-            elif device_type != "cpu" and key in _saved and not without:
-                setattr(module, name, _saved.pop(key))
-    return tuple(replaced)
-
-
-def kernels_of(model: nn.Module) -> dict[str, str]:
-    """What runs each of a model's replaceable library functions: a package's name, or `"PyTorch"`."""
-    found: dict[str, str] = {}
-    for module in _library_modules(model):
-        for name, value in vars(module).items():
             function = _bound(value)
             if function is not None:
-                found[_name(function, name)] = _package(function)
-            elif (module.__name__, name) in _saved:
-                found[name] = "PyTorch"
-    return found
+                setattr(module, name, _ByDevice(value, function, name))
+
+
+def differentiate_without(model: nn.Module, package: str) -> tuple[str, ...]:
+    """Let PyTorch's functions run in the place of a package's where a gradient is needed, on a GPU too.
+
+    For a backward pass that is wrong on this machine; it is so for every model of the process, so this holds for all
+    models of the class.
+
+    Args:
+        model: as `choose_by_device` has left it.
+        package: whose functions are meant.
+
+    Returns:
+        These functions' names.
+    """
+    found = [each for each in _chosen(model) if each.package == package]
+    for each in found:
+        each.without_gradient = True
+    return tuple(f"{package}'s {each.name}" for each in found)
+
+
+def kernels_of(model: nn.Module, device: torch.device | None = None) -> dict[str, str]:
+    """What runs each of a model's replaceable library functions where no gradient is asked for.
+
+    Args:
+        model: any model.
+        device: where it will compute, if not where its weights are; where some are on a GPU, all compute there.
+
+    Returns:
+        A package's name, or `"PyTorch"`, by the package's names of the functions.
+    """
+    places = {parameter.device.type: parameter.device for parameter in model.parameters()}
+    devices = [device] if device is not None else list(places.values())
+    slow = all(map(_runs_pytorch, devices))
+    return {each.name: "PyTorch" if slow else each.package for each in _chosen(model)}
+
+
+def _runs_pytorch(device: torch.device) -> bool:
+    return device.type in ("cpu", "meta")
+
+
+def _chosen(model: nn.Module) -> list[_ByDevice]:
+    """The functions of a model's modules that choose."""
+    values = [value for module in _library_modules(model) for value in vars(module).values()]
+    return [value for value in values if isinstance(value, _ByDevice)]
 
 
 def _library_modules(model: nn.Module) -> list[ModuleType]:
     names = {type(module).__module__ for module in model.modules()}
     return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
-
-
-def _name(function: Callable[..., Any], otherwise: str) -> str:
-    """What a package calls the function that a binding stands for."""
-    return str(inspect.getclosurevars(function).nonlocals.get("func_name", otherwise))
 
 
 def _package(function: Callable[..., Any]) -> str:

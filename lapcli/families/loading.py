@@ -16,7 +16,7 @@ import torch
 from lapcli.errors import ModelError
 from lapcli.families.dual_state import has_states, set_kernel
 from lapcli.families.fla_library import needs_fla, refuse_where_fla_cannot_run, register_fla
-from lapcli.families.library_kernels import choose_kernels
+from lapcli.families.library_kernels import choose_by_device
 from lapcli.families.registry import find_family
 from lapcli.families.source import (
     DEFAULT_MODEL,
@@ -58,7 +58,7 @@ def _quietly() -> Generator[None]:
         report.addFilter(errors_only)
     try:
         with warnings.catch_warnings():
-            # transformers imports fla with a hybrid; on a CPU it warns of what `choose_kernels` puts right.
+            # transformers imports fla with a hybrid; on a CPU it warns of what `choose_by_device` puts right.
             warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
             yield
     finally:
@@ -217,7 +217,8 @@ def load_model(
         split: whether to spread it, layer by layer, over all GPUs, then memory, then a temporary folder on disk. Layers
             that lie in memory beside a GPU, or on disk, come to the device for as long as they compute.
         weights: whether they are on the device, in memory, or nowhere (tensors on the meta device, of the same names,
-            shapes and dtypes): for who puts them on the device part by part. Kernels are the device's in any case.
+            shapes and dtypes): for who puts them on the device part by part. Kernels of lapcli's own models are the
+            device's in any case; a library's go by where each tensor is.
 
     Returns:
         The model in eval mode.
@@ -270,7 +271,7 @@ def load_model(
         # It would say that accelerate has spread the model.
         vars(model).pop("hf_device_map", None)
     model = (model.to(device) if weights == "on device" and not split else model).eval()
-    choose_kernels(model, torch.device(device).type)
+    choose_by_device(model)
     if own is not None:
         # Whether a kernel can run depends on the device.
         model.set_kernel(kernel, torch.device(device))

@@ -26,7 +26,7 @@ def random_model(config: Mapping[str, Any], *, device: torch.device, dtype: torc
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lapcli.families.library_kernels import choose_kernels
+    from lapcli.families.library_kernels import choose_by_device
     from lapcli.families.loading import own_class
     from lapcli.families.registry import find_family
 
@@ -50,5 +50,5 @@ def random_model(config: Mapping[str, Any], *, device: torch.device, dtype: torc
                 raise ModelError(f"transformers does not know the model type {model_type!r}") from error
             model = AutoModelForCausalLM.from_config(made, dtype=dtype)
     model = model.to(device).eval()
-    choose_kernels(model, device.type)
+    choose_by_device(model)
     return model

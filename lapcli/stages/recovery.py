@@ -26,7 +26,7 @@ from lapcli.artifacts import (
 )
 from lapcli.data import check_source, fingerprint, parse_mixture
 from lapcli.errors import ArtifactError, DataError, FamilyError, LapcliError, ModelError
-from lapcli.families.library_kernels import choose_kernels
+from lapcli.families.library_kernels import differentiate_without
 from lapcli.families.loading import Weights, load_model, load_tokenizer, skeleton
 from lapcli.families.registry import family_for
 from lapcli.families.source import (
@@ -686,7 +686,7 @@ def _loaded(source: ModelSource, machine: Machine, weights: Weights) -> Any:
 
 
 def _use_right_gradients(model: Any, device: torch.device, reporter: Reporter) -> None:
-    """Take fla out of a library's model where its gated backward pass is wrong; lapcli's own models see to it.
+    """Keep a library's model from fla's gated backward pass where it is wrong; lapcli's own models see to it.
 
     Raises:
         FamilyError: the model is fla's own, so that nothing else can run it.
@@ -701,10 +701,10 @@ def _use_right_gradients(model: Any, device: torch.device, reporter: Reporter) -
         if getattr(model.config, "model_type", None) == "gated_deltaproduct":
             raise FamilyError(wrong, "pip install tilelang (with nvcc), or triton 3.7.1 or newer")
         return
-    replaced = choose_kernels(model, "cuda", without={"fla"})
+    replaced = differentiate_without(model, "fla")
     if replaced:
         reporter.warn(
-            f"{wrong}: transformers' PyTorch functions run instead of {', '.join(replaced)}. That is right and much "
+            f"{wrong}: transformers' PyTorch functions train instead of {', '.join(replaced)}. That is right and much "
             "slower; install tilelang (with nvcc), or triton 3.7.1 or newer, for fla's"
         )
 

@@ -8,8 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lapcli.families.library_kernels import choose_kernels, kernels_of
+from lapcli.families.library_kernels import choose_by_device, differentiate_without, kernels_of
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.testing.stock_models import tiny_stock_model
 
@@ -33,7 +34,7 @@ else:
     for name in ("causal_conv1d", "mamba_ssm", "fla"):
         sys.modules[name] = None  # cannot be imported
 import torch
-from lapcli.families.library_kernels import choose_kernels, kernels_of
+from lapcli.families.library_kernels import kernels_of
 from lapcli.families.loading import load_model, resolve_model
 torch.set_num_threads(1)
 ids = torch.arange(3, 63).view(2, 30)
@@ -46,8 +47,7 @@ for name in names:
         outputs.append(model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None))
         # In training the library tries a function that does all of a Mamba mixer at once.
         outputs.append(model.train()(input_ids=ids, use_cache=False).logits)
-    choose_kernels(model, "cuda")
-    found[name] = outputs, set(kernels_of(model).values())
+    found[name] = outputs, set(kernels_of(model, torch.device("cuda")).values())
 torch.save(found, sys.argv[4])
 """
 
@@ -74,7 +74,7 @@ def test_packages_that_cannot_run_on_a_cpu_change_nothing(tmp_path):
         wanted, of_none = without[model_type]
         found, of_a_gpu = broken[model_type]
         assert all(map(torch.equal, found, wanted)), model_type
-        # They were bound, and a GPU would get them back.
+        # They were bound, and a GPU would run them.
         assert of_none == {"PyTorch"}
         assert of_a_gpu == ({"causal_conv1d", "fla"} if model_type == "qwen3_next" else {"causal_conv1d", "mamba_ssm"})
 
@@ -92,26 +92,95 @@ def in_a_module(function):
     return Func()
 
 
-def test_a_binding_inside_a_module_of_the_kernels_package_is_one(tmp_path, monkeypatch):
+@pytest.fixture
+def made(tmp_path):
+    return resolve_model(str(tiny_stock_model("bamba", tmp_path)))
+
+
+@pytest.fixture(params=["bare", "in a module"])
+def called(request, monkeypatch):
+    """Who ran a function of Bamba's module on which device: a package that stands behind it, or PyTorch."""
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
     from transformers.models.bamba import modeling_bamba
 
-    def failing(*_args, activation=None):
-        raise RuntimeError("0 active drivers")
+    seen = []
 
-    package = ModuleType("a_broken_package")
-    package.causal_conv1d_fn = failing
-    monkeypatch.setitem(sys.modules, "a_broken_package", package)
-    plain = inspect.unwrap(modeling_bamba.causal_conv1d_fn)
-    bound = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "a_broken_package")(plain)
-    inside = in_a_module(bound)
-    monkeypatch.setattr(modeling_bamba, "causal_conv1d_fn", inside)
-    model = load_model(resolve_model(str(tiny_stock_model("bamba", tmp_path))))
-    assert modeling_bamba.causal_conv1d_fn is plain
+    def fast(hidden_states, *_args, activation=None):
+        seen.append(f"package on {hidden_states.device.type}")
+        return hidden_states
+
+    found = modeling_bamba.causal_conv1d_fn
+    convolution = inspect.unwrap(getattr(found, "plain", found))
+
+    def plain(hidden_states, *args, activation=None, **_others):
+        seen.append(f"PyTorch on {hidden_states.device.type}")
+        # Without a GPU, torch cannot convolve tensors that only say that they are on one.
+        return hidden_states if hidden_states.is_cuda else convolution(hidden_states, *args, activation=activation)
+
+    package = ModuleType("a_package")
+    package.causal_conv1d_fn = fast
+    monkeypatch.setitem(sys.modules, "a_package", package)
+    bound = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "a_package")(plain)
+    made = bound if request.param == "bare" else in_a_module(bound)
+    monkeypatch.setattr(modeling_bamba, "causal_conv1d_fn", made)
+    return seen
+
+
+def runs(model):
     with torch.no_grad():
-        assert model(input_ids=torch.arange(3, 13)[None]).logits.isfinite().all()
-    choose_kernels(model, "cuda")
-    assert modeling_bamba.causal_conv1d_fn is inside
-    assert kernels_of(model)["causal_conv1d_fn"] == "a_broken_package"
-    with torch.no_grad(), pytest.raises(RuntimeError, match="0 active drivers"):
-        model(input_ids=torch.arange(3, 13)[None])
+        return model(input_ids=torch.arange(3, 13)[None], use_cache=False).logits
+
+
+def convolve(*, device, gradient=False):
+    """Call the function as a model on that device would; there is no memory behind these tensors."""
+    from transformers.models.bamba import modeling_bamba
+
+    with FakeTensorMode():
+        rows, filters = torch.empty(1, 8, 5, device=device), torch.empty(8, 4, device=device, requires_grad=gradient)
+        return modeling_bamba.causal_conv1d_fn(rows, filters, None, activation="silu")
+
+
+def test_models_of_one_class_on_two_devices_run_each_its_devices_functions(made, called):
+    teacher = load_model(made)
+    wanted = runs(teacher)
+    called.clear()
+    # As a student that goes to a GPU block by block.
+    student = load_model(made, device="cuda", weights="in memory")
+    assert kernels_of(teacher)["causal_conv1d_fn"] == "PyTorch"
+    assert kernels_of(student, torch.device("cuda"))["causal_conv1d_fn"] == "a_package"
+    convolve(device="cuda")
+    assert torch.equal(runs(teacher), wanted)
+    convolve(device="cuda")
+    assert called[0] == called[-1] == "package on cuda"
+    assert set(called[1:-1]) == {"PyTorch on cpu"}
+
+
+def test_a_function_with_a_wrong_gradient_runs_where_there_is_none(made, called):
+    model = load_model(made)
+    assert differentiate_without(model, "another_package") == ()
+    convolve(device="cuda", gradient=True)
+    assert differentiate_without(model, "a_package") == ("a_package's causal_conv1d_fn",)
+    convolve(device="cuda", gradient=True)
+    convolve(device="cuda")
+    with torch.no_grad():
+        convolve(device="cuda", gradient=True)
+    assert called == ["package on cuda", "PyTorch on cuda", "package on cuda", "package on cuda"]
+
+
+def test_a_choice_is_compiled_without_a_break(made, called):
+    model = load_model(made)
+    mixer = model.model.layers[0].mamba
+    with torch.no_grad():
+        hidden = torch.randn(1, 6, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        found = torch.compile(mixer, backend="eager", fullgraph=True)(hidden)
+        assert torch.equal(found, mixer(hidden))
+    assert set(called) <= {"PyTorch on cpu"}
+
+
+def test_choosing_twice_changes_nothing(made, called):
+    model = load_model(made)
+    before = kernels_of(model, torch.device("cuda"))
+    choose_by_device(model)
+    assert kernels_of(model, torch.device("cuda")) == before
+    convolve(device="cuda")
+    assert called == ["package on cuda"]

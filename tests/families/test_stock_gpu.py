@@ -56,7 +56,6 @@ def case(request, tmp_path_factory):
 
 
 def logits(source, device):
-    # One after the other: the functions that run lie in the namespace of the library's module, for all its models.
     model = load_model(source, device=device)
     with torch.no_grad():
         return model(input_ids=IDS.to(device), use_cache=False).logits
@@ -64,10 +63,11 @@ def logits(source, device):
 
 def test_the_fast_kernels_are_those_that_run(case):
     base, _sliced, _bound, package = case
-    found = kernels_of(load_model(base, device="cuda"))
+    fast, slow = load_model(base, device="cuda"), load_model(base, device="cpu")
+    found = kernels_of(fast)
     chunked = ("chunk_gated", "chunk_scan", "chunk_kda")
     assert {runs for name, runs in found.items() if any(part in name for part in chunked)} == {package}
-    assert set(kernels_of(load_model(base, device="cpu")).values()) == {"PyTorch"}
+    assert set(kernels_of(slow).values()) == {"PyTorch"}
 
 
 @pytest.mark.parametrize("which", ["unsliced", "sliced"])
