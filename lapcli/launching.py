@@ -138,7 +138,7 @@ def _follows(code: int) -> int:
 
 def _why(rank: int, code: int, count: int, logs: Path) -> LapcliError:
     """What to say of a process that could not say it itself."""
-    hints = ["the same command goes on from the last checkpoint"]
+    hints = ["the same command goes on from what was last saved"]
     if -code == signal.SIGKILL:
         hints.append("the system kills what asks for more memory than there is")
     if any(log.stat().st_size for log in logs.iterdir()):

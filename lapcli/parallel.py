@@ -200,9 +200,7 @@ def _run_one_of_several(command: Callable[[], None], mine: Processes, store: Any
             if LOG in os.environ and not isinstance(error, SystemExit):
                 os.write(2, traceback.format_exc().encode())
             if not first or (lost and LOG in os.environ):
-                # An interruption is no `Exception`.
-                otherwise = getattr(error, "exit_code", None) or (1 if isinstance(error, Exception) else 130)
-                raise SystemExit(LOST if lost else otherwise) from None
+                raise SystemExit(LOST if lost else _exit_code(error)) from None
             if lost and not isinstance(error, ProcessLost):
                 raise _lost(error) from error
             raise
@@ -215,6 +213,14 @@ def _keep_in(path: str) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 2)
     os.close(file)
+
+
+def _exit_code(error: BaseException) -> int:
+    """What a process ends with whose error is not the one that is told."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    # An interruption is no `Exception`.
+    return getattr(error, "exit_code", None) or (1 if isinstance(error, Exception) else 130)
 
 
 def _is_a_loss(error: BaseException) -> bool:
@@ -240,7 +246,8 @@ def _outlast(store: Any) -> None:
     """Return when the leader is done, however long that takes: it may be writing a large model."""
     while not store.check([_DONE]):
         if store.check([_FAILED]):
-            raise SystemExit(1)
+            # A launcher looks for who failed by itself, whose exit code it passes on.
+            raise SystemExit(LOST if LOG in os.environ else 1)
         time.sleep(0.1)
     with contextlib.suppress(RuntimeError):
         store.add(_SEEN, 1)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lapcli.cli import options
+from lapcli.cli.processes import check_processes, in_several
 from lapcli.parallel import jointly, processes
 from lapcli.pipeline import stage
 
@@ -35,6 +36,7 @@ def run(
     ] = False,
     output: Annotated[Path | None, typer.Option(help="File to write. Default: RUN/calibration.safetensors.")] = None,
     seed: options.Seed = 0,
+    gpus: options.Gpus = None,
     run_path: options.Run = options.DEFAULT_RUN,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -59,7 +61,7 @@ def run(
     from lapcli.data import check_source, parse_mixture
     from lapcli.machine import Machine
     from lapcli.reporting import SilentReporter
-    from lapcli.stages.calibration import assist, calibrate, check_calibration
+    from lapcli.stages.calibration import assist, calibrate, check_calibration, existing_calibration
 
     reporter = display.DisplayReporter(quiet or as_json)
     source.check_tokenizer()
@@ -67,6 +69,7 @@ def run(
         check_source(part.name)
     layers = check_calibration(source, settings, SilentReporter())
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
+    check_processes(gpus, device, samples=settings.samples)
     machine.check(source.config, layers, needs_gradient=grad)
     if dry_run:
         doubles = sum(2 * layer.heads * layer.key_width**2 for layer in layers)
@@ -79,6 +82,9 @@ def run(
             "bytes": doubles * 8,
         }
         display.would_do(facts, as_json)
+        return
+    _found, whole = existing_calibration(source, settings, target, machine=machine, saliency=grad, overwrite=overwrite)
+    if not whole and in_several(gpus):
         return
     ours = processes()
     ours.wait()

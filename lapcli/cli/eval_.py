@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lapcli.cli import options
+from lapcli.cli.processes import check_processes, in_several
 from lapcli.parallel import jointly, processes
 from lapcli.pipeline import stage
 
@@ -61,6 +62,7 @@ def run(
     ] = "auto",
     compat: options.Compat = None,
     seed: options.Seed = 0,
+    gpus: options.Gpus = None,
     run_path: options.Run = options.DEFAULT_RUN,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -101,6 +103,7 @@ def run(
     from lapcli.stages.evaluation import evaluate_into, help_evaluate, plan_stage
 
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
+    check_processes(gpus, device)
     plan = plan_stage(
         directory.evaluation, models, tasks, settings,
         options=chosen_options, machine=machine, overwrite=overwrite, dry_run=dry_run,
@@ -117,6 +120,8 @@ def run(
             },
             as_json,
         )
+        return
+    if any(plan.missing(label) for label, _ in models) and in_several(gpus):
         return
     # All have read what is there before any is done with a task, which takes all of them.
     ours.wait()

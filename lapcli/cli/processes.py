@@ -3,17 +3,25 @@
 import sys
 
 
-def check_processes(gpus: int | None, device: str, batch: int, *, option: str = "--batch-size") -> None:
+def check_processes(
+    gpus: int | None,
+    device: str,
+    batch: int | None = None,
+    *,
+    option: str = "--batch-size",
+    samples: int | None = None,
+) -> None:
     """Refuse a number of processes that cannot be.
 
     Args:
         gpus: as asked for; `None` for one process.
         device: of the command.
-        batch: sequences of a step.
+        batch: sequences of a step, which each process takes as many of.
         option: that sets them.
+        samples: sequences in all, of which each process takes one at least.
 
     Raises:
-        UsageError: there are fewer devices, or they cannot share a step's sequences alike.
+        UsageError: there are fewer devices, or they cannot share the sequences.
     """
     import torch
 
@@ -24,8 +32,12 @@ def check_processes(gpus: int | None, device: str, batch: int, *, option: str = 
         return
     if gpus < 1:
         raise UsageError(f"--gpus is {gpus}; it should be at least 1")
-    if batch % gpus:
+    if batch is not None and batch % gpus:
         raise UsageError(f"{option} {batch} cannot be shared by {gpus} processes", f"make it a multiple of {gpus}")
+    if samples is not None and gpus > samples:
+        raise UsageError(
+            f"--gpus {gpus}: so many processes cannot share {samples} samples", f"--gpus {samples} at most"
+        )
     count = torch.cuda.device_count()
     if device != "cpu" and gpus > count:
         raise UsageError(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from lapcli.cli import options
+from lapcli.cli.processes import check_processes, in_several
 from lapcli.parallel import jointly, processes
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def run(
     samples: options.Samples = None,
     seq_len: options.SeqLen = None,
     seed: options.Seed = 0,
+    gpus: options.Gpus = None,
     run_path: options.Run = options.DEFAULT_RUN,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -54,12 +56,13 @@ def run(
     selection = context.from_command_line(SelectionSettings, {**chosen, "seed": seed})
 
     from lapcli.machine import Machine
-    from lapcli.stages.calibration import assist
+    from lapcli.stages.calibration import assist, existing_calibration
     from lapcli.stages.pruning import plan_document, plan_pruning, prune
 
     reporter = display.DisplayReporter(quiet or as_json)
     plan = plan_pruning(source, calibration, selection, directory, overwrite=overwrite)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
+    check_processes(gpus, device, samples=calibration.samples)
     layers = () if plan.calibration_ready else plan.layers
     machine.check(source.config, layers, needs_gradient=plan.needs_saliency)
     if dry_run:
@@ -71,6 +74,12 @@ def run(
             writes = f"{directory.calibration}, {directory.selection.name}, {directory.sliced.name}/"
             facts = pruning_in_words(source, plan, calibration.data)
             display.facts("would do (nothing was done)", {**facts, "writes": writes})
+        return
+    _found, whole = existing_calibration(
+        source, calibration, directory.calibration,
+        machine=machine, saliency=plan.needs_saliency, overwrite=overwrite,
+    )  # fmt: skip
+    if not whole and in_several(gpus):
         return
     ours = processes()
     ours.wait()

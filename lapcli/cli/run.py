@@ -46,7 +46,8 @@ def run(
 
     if launched():
         raise UsageError(
-            "torchrun can start calibrate and prune, not run", "let it start prune, then run finds the rest to do"
+            "torchrun can start calibrate and prune, not run",
+            "let `lapcli prune --gpus N` do its part, then run the rest",
         )
     recipe = find_recipe(recipe)
     plan = read_recipe(recipe)

@@ -458,11 +458,10 @@ def calibrate(
     machine = machine or Machine()
     reporter = reporter or SilentReporter()
     lineage = calibration_lineage(source, settings)
-    existing = existing_result(
-        output, lineage, _undamaged if overwrite else lambda found: found,
-        dtype=machine.dtype_by_name(source.config), overwrite=overwrite,
-    )  # fmt: skip
-    if existing is not None and (not saliency or has_saliency(existing)):
+    existing, whole = existing_calibration(
+        source, settings, output, machine=machine, saliency=saliency, overwrite=overwrite
+    )
+    if existing is not None and whole:
         processes.tell(None)
         return existing, False
 
@@ -537,6 +536,28 @@ def assist(
     layers = check_calibration(source, settings, reporter)
     calibrator = _Calibrator(source, settings, output, machine, reporter, checkpoint_seconds, processes)
     calibrator.work(job, layers, lambda _found, _rounding: None)
+
+
+def existing_calibration(
+    source: ModelSource,
+    settings: CalibrationSettings,
+    output: Path,
+    *,
+    machine: Machine,
+    saliency: bool = False,
+    overwrite: bool = False,
+) -> tuple[Artifact | None, bool]:
+    """The calibration of these inputs that is there, and whether it leaves nothing to do; see `calibrate`.
+
+    Raises:
+        ArtifactError: there is one of other inputs, or in another dtype than the one asked for, or a damaged one, and
+            `overwrite` is false.
+    """
+    existing = existing_result(
+        output, calibration_lineage(source, settings), _undamaged if overwrite else lambda found: found,
+        dtype=machine.dtype_by_name(source.config), overwrite=overwrite,
+    )  # fmt: skip
+    return existing, existing is not None and (not saliency or has_saliency(existing))
 
 
 def _undamaged(calibration: Artifact) -> Artifact:

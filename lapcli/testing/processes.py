@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest import mock
 
 _IMPORTED = ("lapcli.cli.app", "lapcli.models", "lapcli.stages.calibration", "lapcli.stages.recovery")
 
@@ -149,6 +150,34 @@ def run_together(
         next((code for code in codes if code), 0),
         "".join(out for out, _ in said),
         "".join(err for _, err in said),
+    )
+
+
+def launch_together(count: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """`lapcli` by `lapcli.launching`, as `--gpus` does it, whose processes are `Forked`.
+
+    Args:
+        count: how many.
+        arguments: of the command line.
+
+    Returns:
+        The exit code of the whole, and what the processes wrote, in the order of their ranks.
+    """
+    from lapcli import launching
+
+    running: list[Forked] = []
+
+    def start(command: Sequence[str], *, env: Mapping[str, str], **_options: object) -> Forked:
+        interpreter, by_module, name, *rest = command
+        assert (interpreter, by_module, name) == (sys.executable, "-m", "lapcli")
+        running.append(Forked(*rest, environment=env))
+        return running[-1]
+
+    with mock.patch.object(launching, "subprocess", SimpleNamespace(Popen=start)):
+        code = launching.launch([str(each) for each in arguments], count)
+    said = [process.communicate(0.0) for process in running]
+    return subprocess.CompletedProcess(
+        list(map(str, arguments)), code, "".join(out for out, _ in said), "".join(err for _, err in said)
     )
 
 

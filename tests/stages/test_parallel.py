@@ -1,4 +1,4 @@
-"""Calibration by several processes, as under torchrun: what one process makes, one voice, one end, going on again."""
+"""Calibration by several processes, by torchrun or `--gpus`: what one makes, one voice, one end, going on again."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from lapcli.selectors.registry import CHANNEL_SELECTORS
 from lapcli.stages import calibration
 from lapcli.stages.calibration import calibrate
 from lapcli.stages.selection import select
-from lapcli.testing.processes import run_together
+from lapcli.testing.processes import launch_together, run_together
 
 WIDE = Machine(device="cpu", dtype="float64")
 SIZES = ["--samples", "11", "--seq-len", "128", "--dtype", "float64", "--device", "cpu"]
@@ -72,13 +72,13 @@ def test_two_processes_make_what_one_makes(model, text, wanted_settings, tmp_pat
 def test_the_leader_alone_writes_and_prints(model, text, wanted_settings, tmp_path):
     wanted, _ = calibrate(model, wanted_settings, tmp_path / "one.safetensors", machine=WIDE)
     job = ["prune", model.path, "--data", text, *SIZES, "--run", tmp_path / "run", "--json"]
-    done = run_together(2, *job)
+    done = launch_together(2, *job)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["worked"] == {"calibration": True, "selection": True, "slicing": True}
     assert_close(read_artifact(tmp_path / "run" / "calibration.safetensors"), wanted)
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {".lock", "calibration.safetensors", "selection.safetensors", "sliced", "run.json"}
-    again = run_together(2, *job)
+    again = launch_together(2, *job)
     assert again.returncode == 0, again.stderr
     assert not any(json.loads(again.stdout)["worked"].values())
 
