@@ -1,6 +1,7 @@
 """Loading models and tokenizers: lapcli's own classes where stock libraries cannot run, theirs otherwise."""
 
 import functools
+import math
 import shutil
 import tempfile
 import warnings
@@ -314,7 +315,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> "
     """Load the tokenizer that lies beside a model, and check that the model can embed all that it makes.
 
     Raises:
-        ModelError: there is none, or it has more tokens than the model embeds.
+        ModelError: there is none, or it has a token that the model has no row for.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -338,9 +339,11 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> "
             "put the base model's tokenizer files into its directory",
         ) from error
     vocabulary = source.config.get("vocab_size") or (source.config.get("text_config") or {}).get("vocab_size")
-    if vocabulary is not None and len(tokenizer) > vocabulary:
+    beyond = {index: token for token, index in tokenizer.get_vocab().items() if index >= (vocabulary or math.inf)}
+    if beyond:
         raise ModelError(
-            f"the tokenizer of {source.name} has {len(tokenizer)} tokens, but the model embeds {vocabulary}",
+            f"the tokenizer of {source.name} has the id {min(beyond)} ({beyond[min(beyond)]!r}), but the model embeds "
+            f"{vocabulary} ids, from 0 on",
             "the tokenizer does not fit the model; use the one it was trained with",
         )
     return tokenizer

@@ -157,13 +157,18 @@ class ModelSource:
         """Names the contents of all files that make the tokenizer, chat templates too, and nothing else."""
         return digest_document({name: digest_file(self.path / name) for name in tokenizer_files(self.path)})
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer lies beside it."""
+        return any(path.is_file() for pattern in _VOCABULARY for path in self.path.glob(pattern))
+
     def check_tokenizer(self) -> None:
         """Refuse a model that comes without a tokenizer: transformers would make an empty one.
 
         Raises:
             ModelError: there is none.
         """
-        if not any(path.is_file() for pattern in _VOCABULARY for path in self.path.glob(pattern)):
+        if not self.has_tokenizer:
             raise ModelError(
                 f"{self.name} has no tokenizer: {self.path} holds none of {', '.join(_VOCABULARY)}",
                 "put the base model's tokenizer files into its directory",

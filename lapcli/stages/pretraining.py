@@ -59,6 +59,7 @@ from lapcli.training.reload import Restored, check_trained
 from lapcli.training.stability import Watching
 from lapcli.training.stream import TrainingStream
 from lapcli.training.trackers import TRACKERS, open_tracker
+from lapcli.training.vocabulary import compare_vocabularies
 from lapcli.training_recipe import PretrainingSettings
 from lapkernels.delta_rule import Choice, select_impl, why_not
 
@@ -266,6 +267,7 @@ def plan_training(
         check_ours(folder, _OURS)
         _check_output(folder, output)
         if processes.leader:
+            _compare_vocabularies(request, reporter)
             _stream(request).check(settings.validation)
         if settings.tokens not in (None, settings.seen):
             reporter.notice(
@@ -455,6 +457,21 @@ def _begun(request: TrainingRequest, folder: Path) -> Checkpoint | None:
         except DataError as error:
             raise DataError(error.message, _MEND) from error
     return found
+
+
+def _compare_vocabularies(request: TrainingRequest, reporter: Reporter) -> None:
+    """See that a tokenizer that was named means by its ids what the model to train on from does.
+
+    Raises:
+        ModelError: naming the first id that it does not.
+    """
+    base = request.base
+    if base is None or request.tokenizer.path == base.path:
+        return
+    own = load_tokenizer(base) if base.has_tokenizer else None
+    said = compare_vocabularies(base.name, request.config.vocab_size, own, load_tokenizer(request.tokenizer))
+    if said is not None:
+        reporter.notice(said)
 
 
 def _stream(request: TrainingRequest, reporter: Reporter | None = None, processes: Processes = ALONE) -> TrainingStream:

@@ -5,6 +5,8 @@ import json
 import pytest
 import yaml
 
+from lapcli.testing.models import byte_tokenizer, tiny_gated_deltanet
+
 RECIPE = {
     "model": {
         "model_type": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16,
@@ -88,6 +90,57 @@ def test_what_cannot_be_is_refused_at_once(lapcli, recipe, tmp_path, arguments, 
     assert found == code
     assert said in err
     assert not (tmp_path / "lapcli-train").exists()
+
+
+@pytest.fixture
+def base(recipe, tmp_path):
+    """A model of 264 rows with a tokenizer of 260 tokens, and a recipe that trains it on."""
+    folder, tokenizer = tiny_gated_deltanet(tmp_path / "base", vocab_size=264), byte_tokenizer()
+    tokenizer.add_tokens(["<its>"])
+    tokenizer.save_pretrained(folder)
+    recipe.write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), "from": str(folder), "model": None}))
+    return folder
+
+
+def named(tmp_path, *added):
+    """A tokenizer of the bytes and what was added to them."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(added))
+    tokenizer.save_pretrained(tmp_path / "named")
+    return tmp_path / "named"
+
+
+@pytest.mark.parametrize(
+    ("added", "code", "said"),
+    [
+        (["<its>"], 0, None),
+        ([], 0, "1 of the model's will not occur, from id 259 ('<its>') on"),
+        (["<its>", "<more>"], 0, "1 of its tokens are new to the model, from id 260 ('<more>') on"),
+        (["<other>"], 1, "id 259 is '<its>' to"),
+        (["<its>", "b1", "b2", "b3", "b4", "b5"], 1, "has the id 264 ('b5'), but the model embeds 264 ids"),
+    ],
+    ids=["same", "smaller", "larger", "another", "too large"],
+)
+@pytest.mark.usefixtures("base")
+def test_a_tokenizer_beside_from_is_compared_with_the_models_own(lapcli, recipe, tmp_path, added, code, said):
+    job = ["train", recipe, "--tokenizer", named(tmp_path, *added), "--device", "cpu"]
+    found, _out, err = lapcli(*job, "--dry-run")
+    flat = " ".join(err.split())
+    assert found == code, err
+    assert ("the tokenizer is not that of" in flat) == (code == 0 and said is not None)
+    assert said is None or said in flat
+    if code:
+        assert lapcli(*job)[0] == code
+        assert not (tmp_path / "lapcli-train").exists()
+
+
+def test_a_model_without_a_tokenizer_takes_the_one_that_is_named(lapcli, recipe, base, tmp_path):
+    for file in (*base.glob("tokenizer*"), *base.glob("special*")):
+        file.unlink()
+    assert lapcli("train", recipe, "--device", "cpu", "--dry-run")[0] == 1
+    code, _out, err = lapcli("train", recipe, "--device", "cpu", "--dry-run", "--tokenizer", named(tmp_path))
+    assert code == 0
+    assert "has no tokenizer of its own" in " ".join(err.split())
 
 
 def test_the_commands_of_recipes_send_each_other_theirs(lapcli, recipe):

@@ -1,4 +1,4 @@
-"""Which class loads a model that brings code of its own along."""
+"""Which class loads a model that brings code of its own along; which tokenizers fit."""
 
 import json
 import sys
@@ -6,8 +6,10 @@ import sys
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lapcli.families.loading import load_model
+from lapcli.errors import ModelError
+from lapcli.families.loading import load_model, load_tokenizer
 from lapcli.families.source import resolve_model
+from lapcli.testing.models import byte_tokenizer, tiny_gated_deltanet
 from lapcli.testing.stock_models import tiny_stock_model
 
 CODE = """
@@ -58,3 +60,15 @@ def test_a_models_code_runs_only_where_transformers_has_none(stock, name, model_
     model = load_model(resolve_model(str(folder)), trust_remote_code=True)
     assert type(model).__module__.startswith(loaded_from)
     assert marker.exists() is (loaded_from == "transformers_modules.")
+
+
+def test_a_token_without_a_row_is_named(tmp_path):
+    source = resolve_model(str(tiny_gated_deltanet(tmp_path, vocab_size=260)))
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<fits>"])
+    tokenizer.save_pretrained(tmp_path)
+    assert len(load_tokenizer(source)) == 260
+    tokenizer.add_tokens(["<first>", "<second>"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has the id 260 \('<first>'\), but the model embeds 260 ids"):
+        load_tokenizer(source)
