@@ -5,6 +5,7 @@ artifact's lineage. This module imports neither torch nor transformers, so that 
 """
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
@@ -27,6 +28,34 @@ SEEDS = 2**32
 """How many seeds there are: as many as the pickiest of the generators behind them takes."""
 Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 Model = TypeVar("Model", bound=BaseModel)
+
+
+class Contradiction(ValueError):
+    """What a validator raises of several settings that do not go together.
+
+    Args:
+        complaint: what is wrong with them.
+        fields: their names, as they are written in a recipe.
+    """
+
+    def __init__(self, complaint: str, *fields: str):
+        super().__init__(complaint)
+        self.fields = fields
+
+
+class SettingsError(RecipeError):
+    """Settings whose values do not fit.
+
+    Args:
+        where: the place: a file, "the command line".
+        fields: the settings, by their path in it.
+        complaint: what is wrong with them, and what was found.
+    """
+
+    def __init__(self, where: str, fields: Sequence[str], complaint: str):
+        super().__init__(": ".join([where, *([", ".join(fields)] if fields else []), complaint]))
+        self.fields = tuple(fields)
+        self.complaint = complaint
 
 
 class Settings(BaseModel):
@@ -96,7 +125,7 @@ class Optimisation(Settings):
     @model_validator(mode="after")
     def _rates_in_order(self) -> Self:
         if self.lr_min > self.lr:
-            raise ValueError(f"lr_min {self.lr_min:g} is above lr {self.lr:g}")
+            raise Contradiction(f"lr_min {self.lr_min:g} is above lr {self.lr:g}", "lr_min", "lr")
         return self
 
 
@@ -135,13 +164,16 @@ class RecoverySettings(Optimisation):
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         if (self.samples is None) == (self.steps is None):
-            raise ValueError("give either samples or steps")
+            raise Contradiction("give either samples or steps", "samples", "steps")
         return self
 
     @model_validator(mode="after")
     def _feedback_that_begins(self) -> Self:
         if self.lambda_init is not None and not self.add_query_feedback:
-            raise ValueError("lambda_init is about add_query_feedback, which is not there: give both or neither")
+            raise Contradiction(
+                "lambda_init is about add_query_feedback, which is not there: give both or neither",
+                "lambda_init", "add_query_feedback",
+            )  # fmt: skip
         return self
 
     def document(self) -> dict[str, Any]:
@@ -214,7 +246,7 @@ class SweepSettings(Settings):
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         if self.ratio is not None and self.keep is not None:
-            raise ValueError("give either ratio or keep")
+            raise Contradiction("give either ratio or keep", "ratio", "keep")
         return self
 
 
@@ -250,27 +282,33 @@ def _keys(model: type[BaseModel]) -> dict[str, Any]:
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
+def _owner(model: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel]:
+    """The settings that lie at such a place among others."""
+    for part in path:
+        annotation = _keys(model).get(str(part))
+        kinds = (annotation, *getattr(annotation, "__args__", ()))
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
+    return model
+
+
 def _explain(error: ValidationError, model: type[BaseModel], where: str) -> RecipeError:
     # A misspelled key often makes another one missing; the misspelling is what to say.
     first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    path = ".".join(str(part) for part in first["loc"])
+    path = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
-        owner: Any = model
-        for part in first["loc"][:-1]:
-            annotation = _keys(owner).get(str(part))
-            owner = next(
-                (
-                    kind
-                    for kind in (annotation, *getattr(annotation, "__args__", ()))
-                    if isinstance(kind, type) and issubclass(kind, BaseModel)
-                ),
-                owner,
-            )
-        known = list(_keys(owner))
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        known = list(_keys(_owner(model, path[:-1])))
+        near = difflib.get_close_matches(path[-1], known, n=1)
         meant = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        return RecipeError(f"{where}: there is no setting {path!r}", meant)
-    return RecipeError(f"{where}: {path}: {first['msg'].removeprefix('Value error, ')} (found {first.get('input')!r})")
+        return RecipeError(f"{where}: there is no setting {'.'.join(path)!r}", meant)
+    complaint, found = first["msg"].removeprefix("Value error, "), first.get("input")
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, Contradiction):
+        # The input is all the settings among which these are.
+        given = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+        said = ", ".join(f"{name} {given[name]!r}" for name in raised.fields if name in given)
+        fields = [".".join([*path, name]) for name in raised.fields]
+        return SettingsError(where, fields, f"{complaint} (found {said or 'neither'})")
+    return SettingsError(where, [".".join(path)] if path else [], f"{complaint} (found {found!r})")
 
 
 def validate(model: type[Model], values: dict[str, Any], where: str) -> Model:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from lapcli.errors import RecipeError
-from lapcli.recipe import Settings, TrainingSettings, read_settings, validate
+from lapcli.recipe import Contradiction, Settings, TrainingSettings, read_settings, validate
 
 Documents = Literal["apart", "joined"]
 Start = Literal["stock", "spread"]
@@ -79,17 +79,23 @@ class PretrainingSettings(Settings):
     @model_validator(mode="after")
     def _belong_together(self) -> Self:
         if (self.model is None) == (self.base is None):
-            raise ValueError("give either model (a config, to begin anew) or from (a model to train on from)")
+            raise Contradiction(
+                "give either model (a config, to begin anew) or from (a model to train on from)", "model", "from"
+            )
         if (self.tokens is None) == (self.steps is None):
-            raise ValueError("give either tokens or steps")
+            raise Contradiction("give either tokens or steps", "tokens", "steps")
         if self.batch_tokens % self.seq_len:
-            raise ValueError(f"batch_tokens {self.batch_tokens} is no multiple of seq_len {self.seq_len}")
+            raise Contradiction(
+                f"batch_tokens {self.batch_tokens} is no multiple of seq_len {self.seq_len}", "batch_tokens", "seq_len"
+            )
         if self.lr_min is not None and self.lr_min > self.lr:
-            raise ValueError(f"lr_min {self.lr_min:g} is above lr {self.lr:g}")
+            raise Contradiction(f"lr_min {self.lr_min:g} is above lr {self.lr:g}", "lr_min", "lr")
         if self.warmup_steps is not None and "warmup" in self.model_fields_set:
-            raise ValueError("give either warmup or warmup_steps")
+            raise Contradiction("give either warmup or warmup_steps", "warmup", "warmup_steps")
         if self.base is not None and self.start != "stock":
-            raise ValueError(f"start {self.start} is for a fresh model, and from names one that has its weights")
+            raise Contradiction(
+                f"start {self.start} is for a fresh model, and from names one that has its weights", "start", "from"
+            )
         return self
 
     def document(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lapcli.errors import ArtifactError, RecipeError, UsageError
+from lapcli.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -138,18 +138,19 @@ def from_command_line(model: "type[Model]", values: dict[str, Any], names: Mappi
     Raises:
         UsageError: a value does not fit.
     """
-    from lapcli.recipe import validate
+    from lapcli.recipe import SettingsError, validate
 
     try:
         return validate(model, values, "option")
-    except RecipeError as error:
-        field, _, complaint = error.message.removeprefix("option: ").partition(": ")
-        if not field:
-            # Of several options together; all of them are not worth repeating.
-            raise UsageError(complaint.partition(" (found ")[0], error.hint) from error
+    except SettingsError as error:
+        if len(error.fields) != 1:
+            # Of several together, some of which may be no options; what is wrong says their names.
+            raise UsageError(error.complaint.partition(" (found ")[0], error.hint) from error
         # Of a list the number of the item says nothing that its value does not.
+        (field,) = error.fields
         field = field.partition(".")[0]
-        raise UsageError(f"--{(names or {}).get(field, field).replace('_', '-')}: {complaint}", error.hint) from error
+        option = (names or {}).get(field, field).replace("_", "-")
+        raise UsageError(f"--{option}: {error.complaint}", error.hint) from error
 
 
 def calibration_settings(

@@ -176,20 +176,20 @@ def _settings(path: Path, chosen: dict[str, Any]) -> "PretrainingSettings":
         RecipeError: it is none, or what it says does not fit.
         UsageError: an option does not.
     """
-    from lapcli.errors import RecipeError, UsageError
+    from lapcli.errors import UsageError
+    from lapcli.recipe import SettingsError
     from lapcli.training_recipe import read_training_recipe
 
     if "tokens" in chosen and "steps" in chosen:
         raise UsageError("give either --tokens or --steps")
     try:
         return read_training_recipe(path, **chosen)
-    except RecipeError as error:
-        for name in chosen:
-            said = f"{path}: {name}: "
-            if error.message.startswith(said):
-                option = _NAMES.get(name, name).replace("_", "-")
-                raise UsageError(f"--{option}: {error.message.removeprefix(said)}", error.hint) from error
-        raise
+    except SettingsError as error:
+        (name, *others) = error.fields or ("",)
+        if others or name not in chosen:
+            raise
+        option = _NAMES.get(name, name).replace("_", "-")
+        raise UsageError(f"--{option}: {error.complaint}", error.hint) from error
 
 
 def _half(machine: "Machine") -> bool:

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from lapcli.errors import UsageError
-from lapcli.recipe import Optimisation, Settings, TrainingSettings
+from lapcli.recipe import Contradiction, Optimisation, Settings, TrainingSettings
 
 Rows = Literal["last", "all"]
 Align = Literal["mse", "kl"]
@@ -64,7 +64,9 @@ class DistillationSettings(Optimisation):
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:
         if not self.align_weight and not self.kl_weight:
-            raise ValueError("align_weight and kl_weight are both 0: nothing says what to learn")
+            raise Contradiction(
+                "align_weight and kl_weight are both 0: nothing says what to learn", "align_weight", "kl_weight"
+            )
         return self
 
     def training(self) -> TrainingSettings:
@@ -86,10 +88,11 @@ class LinearisingSettings(Settings):
     sensitivity: SensitivitySettings
     distillation: DistillationSettings
 
-    @model_validator(mode="after")
-    def _an_order_that_there_is(self) -> Self:
-        check_order(self.order)
-        return self
+    @field_validator("order")
+    @classmethod
+    def _an_order_that_there_is(cls, order: str) -> str:
+        check_order(order)
+        return order
 
 
 def check_order(order: str) -> None:
