@@ -1,6 +1,6 @@
 """Time the chunked delta rule, forward, against fla's and FlashQLA's kernels, and its tiles against each other.
 
-PYTHONPATH=kernels python -m benchmarks.delta_rule --output FILE.jsonl [--budget SECONDS] [--tiles]
+PYTHONPATH=kernels python -m benchmarks.delta_rule --output FILE.jsonl [--budget SECONDS] [--tiles] [--ours]
 
 Every line of the file is one row: a shape, an implementation, milliseconds (median of three trials, a CUDA graph of
 calls on operands that no cache holds), the floor that memory sets, and the error against the PyTorch form in fp32. A
@@ -12,7 +12,7 @@ import contextlib
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ def operands(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) 
 
 
 def implementations(
-    shape: Shape, dtype: torch.dtype, every_tile: bool
+    shape: Shape, dtype: torch.dtype, every_tile: bool, *, ours_alone: bool = False
 ) -> Iterator[tuple[str, Callable[[Operands], Any]]]:
     """By name; each takes operands and returns the output."""
 
@@ -93,21 +93,19 @@ def implementations(
         )[0]  # fmt: skip
 
     yield "triton", ours(None)
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+    if not ours_alone:
+        # fla's tuning takes longer than all that is measured here.
+        with contextlib.suppress(ImportError):
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 
-        yield "fla", lambda x: chunk_gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, use_qk_l2norm_in_kernel=True)[0]
-    except ImportError:
-        pass
+            yield "fla", lambda x: chunk_gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, use_qk_l2norm_in_kernel=True)[0]
     if not every_tile:
         return
     for tiles in (
-        Tiles(128, 4, 2, turned=True),
-        Tiles(128, 8, 2, turned=True),
-        Tiles(128, 8, 2, turned=True, registers=128),
-        Tiles(64, 4, 2, turned=True),
-        Tiles(64, 4, 1, turned=True, registers=168),
         Tiles(128, 4, 2),
+        Tiles(128, 8, 2),
+        Tiles(64, 4, 2),
+        Tiles(64, 8, 2),
     ):
         if tiles.value_block <= shape.value_width:
             yield "triton " + " ".join(map(str, tiles)), ours(tiles)
@@ -118,7 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no other row is begun")
-    parser.add_argument("--tiles", action="store_true", help="all tiles, for the first shape")
+    parser.add_argument("--tiles", action="store_true", help="all tiles, not only those that are chosen")
+    parser.add_argument("--ours", action="store_true", help="no other kernels than lapkernels'")
     parser.add_argument("--small", action="store_true", help="one small shape, wherever it can run")
     parser.add_argument("--warm", type=int, default=0, help="processes that compile everything beforehand")
     options = parser.parse_args()
@@ -129,7 +128,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     bandwidth = timing.copy_bandwidth(device)
     with options.output.open("w") as file:
-        for number, shape in enumerate([SMALL] if options.small else SHAPES):
+        for shape in [SMALL] if options.small else SHAPES:
             few = shape._replace(batch=1, time=min(shape.time, 1024))
             probe = operands(few, dtype, device, 1)
             wide = Operands(*(x.float() for x in probe))
@@ -137,7 +136,7 @@ def main() -> None:
             plain = delta_rule(*probe, qk_l2norm=True, impl="chunked").output
             allowed = 2 * _error(plain, truth) + torch.finfo(dtype).eps
             sets = [operands(shape, dtype, device, seed) for seed in range(timing.copies(shape.nbytes(), device))]
-            for name, call in implementations(shape, dtype, options.tiles and number == 0):
+            for name, call in implementations(shape, dtype, options.tiles, ours_alone=options.ours):
                 if time.monotonic() - begun > options.budget:
                     return
                 row: dict[str, Any] = {**shape._asdict(), "impl": name, "floor_ms": 1e3 * shape.nbytes() / bandwidth}
@@ -153,13 +152,13 @@ def main() -> None:
                 print(json.dumps(row), file=file, flush=True)
                 print({key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
             if time.monotonic() - begun < options.budget and shape.time == 4096:
-                _gradients(shape, sets, device, file)
+                _gradients(shape, sets, device, file, ("triton",) if options.ours else ("triton", "fla", "chunked"))
             timing.free(device)
 
 
-def _gradients(shape: Shape, sets: list[Operands], device: torch.device, file: Any) -> None:
+def _gradients(shape: Shape, sets: list[Operands], device: torch.device, file: Any, impls: Sequence[str]) -> None:
     """Rows of forward and backward together, whose correctness is the tests' business."""
-    for impl in ("triton", "fla", "chunked"):
+    for impl in impls:
         row: dict[str, Any] = {**shape._asdict(), "impl": impl, "passes": "forward + backward"}
 
         def call(x: Operands, impl: str = impl) -> torch.Tensor:
@@ -177,10 +176,7 @@ def _gradients(shape: Shape, sets: list[Operands], device: torch.device, file: A
 def _compile(processes: int, tiles: bool) -> None:
     """Fill triton's cache, many kernels at a time."""
     names = [
-        (shape, name)
-        for number, shape in enumerate(SHAPES)
-        for name, _ in implementations(shape, torch.bfloat16, tiles and number == 0)
-        if name.startswith("triton")
+        (shape, name) for shape in SHAPES for name, _ in implementations(shape, torch.bfloat16, tiles, ours_alone=True)
     ]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.starmap(_compile_one, names, chunksize=1)
@@ -189,7 +185,7 @@ def _compile(processes: int, tiles: bool) -> None:
 def _compile_one(shape: Shape, name: str) -> None:
     probe = operands(shape._replace(batch=1, time=1024), torch.bfloat16, torch.device("cuda"), 1)
     with contextlib.suppress(Exception):
-        dict(implementations(shape, torch.bfloat16, True))[name](probe)
+        dict(implementations(shape, torch.bfloat16, True, ours_alone=True))[name](probe)
 
 
 def _both(call: Callable[[Operands], Any], x: Operands) -> Callable[[], Any]:

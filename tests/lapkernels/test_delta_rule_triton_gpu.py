@@ -49,10 +49,9 @@ def test_value_widths(value_width, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
 @pytest.mark.parametrize("block", [16, 32, 64, 128], ids="BV{}".format)
-def test_tiles(block, turned, dtype):
-    check_tiles(Tiles(block, 4, 2, turned), dtype, "cuda")
+def test_tiles(block, dtype):
+    check_tiles(Tiles(block, 4, 2), dtype, "cuda")
 
 
 @DTYPES

@@ -23,7 +23,8 @@ def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b,
               PACKED: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Of one sequence, value head and block of value channels: dS after each chunk, and dB of each chunk.
 
-    Turned around, as `walk_turned` is: dS is [BV, K] here, and what has C steps is [BV, C].
+    Turned around: dS is [BV, K] here, and what has C steps is [BV, C]; so a product's result is the next one's left
+    operand as it lies in registers.
     d_final, d_initial: [sequences, HV, K, V].  ends: [M, HV, K, V].  d_b: [M, HV, C, V].
     """
     VALUE_BLOCKS: tl.constexpr = (V + BV - 1) // BV

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lapkernels.decoding.configs import power_of_two
 from lapkernels.delta_rule.reference import compute_dtype
-from lapkernels.delta_rule.triton_chunked import prepare, walk, walk_turned
+from lapkernels.delta_rule.triton_chunked import prepare, walk
 from lapkernels.delta_rule.validation import read_boundaries
 
 CHUNK = 64
@@ -23,15 +23,11 @@ class Tiles(NamedTuple):
         value_block: BV, channels of V that a program holds.
         warps: of a program.
         stages: of its loads.
-        turned: whether it holds everything but q, k and x turned around (`walk_turned`).
-        registers: the most that its threads may have.
     """
 
     value_block: int
     warps: int
     stages: int
-    turned: bool = False
-    registers: int | None = None
 
 
 class Kept(NamedTuple):
@@ -78,10 +74,10 @@ def choose_tiles(key_width: int, value_width: int, dtype: torch.dtype, states: i
     if dtype == torch.float32:
         return Tiles(min(power_of_two(max(16, value_width)), 32 if key_width <= 128 else 16), 4, 1)
     # Wide ones load q, k and pairs once; narrow ones are more, where they would not be enough for all multiprocessors.
-    if value_width >= 128 and states * -(-value_width // 128) >= 128:
-        return Tiles(128, 4 if key_width <= 64 else 8, 2, turned=True)
+    if key_width <= 128 and value_width >= 128 and states * -(-value_width // 128) >= 128:
+        return Tiles(128, 4 if key_width <= 64 else 8, 2)
     # 64 even where V is less: compiled by triton 3.6, blocks of 32 ended in illegal accesses on an H200.
-    return Tiles(64, 4 if key_width <= 128 else 8, 2, turned=True)
+    return Tiles(64, 4 if key_width <= 128 else 8, 2)
 
 
 class Layout(NamedTuple):
@@ -192,9 +188,7 @@ def delta_rule_triton(
         "KEEP": keep,
     }  # fmt: skip
     first: Any = prepare[(all_chunks * value_heads,)]
-    second: Any = (walk_turned if tiles.turned else walk)[
-        (layout.count * value_heads * -(-value_width // tiles.value_block),)
-    ]
+    second: Any = walk[(layout.count * value_heads * -(-value_width // tiles.value_block),)]
     with on_device(q):
         first(
             q, k, x, gate, beta, total, pairs, factors, kept, norms, table, bounds,
@@ -210,7 +204,7 @@ def delta_rule_triton(
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *output.stride()[:3], **shared,
             V=value_width, BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
             FINAL=final_state,
-            num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     everything = Kept(total, pairs, factors, kept, norms, starts, updates) if keep else None
     return output, final if final_state else None, everything

@@ -68,7 +68,8 @@ def dual_state_step_kernel(
     k = tl.load(k_ptr + rows, mask=in_k, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + columns, mask=in_v, other=0.0).to(tl.float32)
     out = tl.zeros([BR, BV], tl.float32)
-    for a in tl.static_range(STATES):
+    # In pairs: one state comes while the other is worked on. Eight at once took a minute to compile, and spilled.
+    for a in tl.range(0, STATES, loop_unroll_factor=2):
         share = tl.sum(tl.where(states == a, shares, 0.0), 0)
         held = tl.load(state_ptr + a * (HEADS * K * V), mask=tile & old, other=0.0).to(tl.float32)
         for t in tl.static_range(T):
