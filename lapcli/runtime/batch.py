@@ -30,6 +30,7 @@ class Row:
         slot: where its state lies, once it has one.
         tokens: what was chosen so far.
         reason: why it ended.
+        configuration: how the model runs for it, by name; `None` for the engine's first.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Row:
     slot: int | None = None
     tokens: list[int] = field(default_factory=list)
     reason: Reason | None = None
+    configuration: str | None = None
 
     @property
     def sequence(self) -> list[int]:
@@ -109,12 +111,14 @@ class Batch:
         piece: may be changed at any time.
         most: rows under way at most, however many the engine has room for; may be changed at any time.
         failed: rows of the step that the last `advance` could not do; 0 where it raised nothing, or before the step.
+        switches: rows under way that were handed over to another configuration so far.
+        mixed_steps: steps so far whose rows were of several configurations.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any = None, *, together: int = 8192, piece: int | None = None):
         self.engine, self.tokenizer, self.together, self.piece = engine, tokenizer, together, piece
         self.most = engine.max_rows
-        self.failed = 0
+        self.failed = self.switches = self.mixed_steps = 0
         self._filling: tuple[Row, Filling] | None = None
         self._kept: list[Event] = []
         self._waiting: deque[Row] = deque()
@@ -150,24 +154,65 @@ class Batch:
             return self._filling[0].number
         return self._waiting[0].number if self._waiting else None
 
-    def add(self, prompt: Sequence[int], settings: GenerationSettings) -> int:
+    def add(self, prompt: Sequence[int], settings: GenerationSettings, configuration: str | None = None) -> int:
         """Let a row wait for room.
+
+        Args:
+            prompt: its tokens.
+            settings: how it is continued.
+            configuration: how the model runs for it, the name of one of the engine's; `None` for the first.
 
         Returns:
             Its number.
 
         Raises:
-            UsageError: the prompt has no token or a foreign one, or a stop text is given without a tokenizer.
+            UsageError: the prompt has no token or a foreign one, a stop text is given without a tokenizer, or there is
+                no such configuration.
             ModelError: the prompt alone is longer than a row may be.
         """
         prompt = list(prompt)
         self.engine.check_prompt(prompt)
+        self.engine.converted(configuration)
         if settings.stop and self.tokenizer is None:
             raise UsageError("a stop text needs a tokenizer")
         text = None if self.tokenizer is None else TextStream(self.tokenizer, settings.stop, prompt)
-        self._waiting.append(Row(self._next, prompt, settings, text))
+        self._waiting.append(Row(self._next, prompt, settings, text, configuration=configuration))
         self._next += 1
         return self._next - 1
+
+    def configuration_of(self, number: int) -> str | None:
+        """The name of a row's configuration; `None` for a row that ended, or never was."""
+        row = self._row(number)
+        return None if row is None else row.configuration or self.engine.configurations[0].name
+
+    def switch(self, number: int, configuration: str) -> bool:
+        """Hand a row over to another configuration.
+
+        A row under way waits, before all others, until its tokens have gone through the model in the new configuration,
+        as any prompt does; what follows is what a row of that configuration with these tokens would be given.
+
+        Returns:
+            Whether it was; not a row that ended or never was, nor one that has this configuration.
+
+        Raises:
+            UsageError: there is no such configuration.
+        """
+        self.engine.converted(configuration)
+        row = self._row(number)
+        if row is None or self.configuration_of(number) == configuration:
+            return False
+        if row in self._active:
+            # The step under way may be its last.
+            self._land(self._kept)
+            if row.reason is not None:
+                return False
+            self._set_back([row])
+            self.switches += 1
+        elif row not in self._waiting:
+            self._set_back_filling()
+            self.switches += 1
+        row.configuration = configuration
+        return True
 
     def cancel(self, number: int) -> list[Event]:
         """End a row now.
@@ -230,6 +275,11 @@ class Batch:
             # The step is done already, so that nothing is gained by looking at it later.
             self._land(events)
 
+    def _row(self, number: int) -> Row | None:
+        """A row that has not ended."""
+        filling = [] if self._filling is None else [self._filling[0]]
+        return next((row for row in (*self._active, *filling, *self._waiting) if row.number == number), None)
+
     def _take_in(self, events: list[Event]) -> None:
         """Run prompts of waiting rows, and let those that are through join the next step."""
         if self._filling is None:
@@ -241,7 +291,7 @@ class Batch:
                 self._land(events)
                 self._join(rows, self._prefilled(rows), events)
                 return
-            self._filling = rows[0], self.engine.begin(rows[0].sequence)
+            self._filling = rows[0], self.engine.begin(rows[0].sequence, rows[0].configuration)
             self._waiting.popleft()
         row, filling = self._filling
         try:
@@ -268,7 +318,9 @@ class Batch:
 
     def _prefilled(self, rows: Sequence[Row]) -> list[Prefilled]:
         """Run the prompts of rows that wait, who wait no longer unless this fails."""
-        done = self.engine.prefill_rows([row.sequence for row in rows])
+        done = self.engine.prefill_rows(
+            [row.sequence for row in rows], configurations=[row.configuration for row in rows]
+        )
         for _ in rows:
             self._waiting.popleft()
         return done
@@ -322,7 +374,7 @@ class Batch:
         engine, rows = self.engine, list(self._active)
         if self._changed:
             slots = [row.slot for row in rows if row.slot is not None]
-            engine.steps.set_rows([row.tokens[-1] for row in rows], slots, [engine.slots.positions[s] for s in slots])
+            engine.set_rows([row.tokens[-1] for row in rows], slots)
             _fill(engine.steps.choices, rows)
             self._mode = _mode(rows)
             self._changed = False
@@ -332,6 +384,7 @@ class Batch:
         for row in rows:
             assert row.slot is not None
             engine.slots.positions[row.slot] += 1
+        self.mixed_steps += engine.steps.mixed
         self._turn = 1 - self._turn
         host = self._hosts[self._turn][: len(rows)]
         host.copy_(engine.steps.tokens[: len(rows)], non_blocking=True)

@@ -68,6 +68,10 @@ class EagerPlan:
         """The cache of a slot."""
         return self.held[slot]
 
+    def prefiller_of(self, converted: int) -> "EagerPlan":
+        """Itself: there is one configuration."""
+        return self
+
     def pools(self) -> list[RecurrentPool | AttentionPool]:
         """None: the library keeps what it keeps."""
         return []

@@ -1,6 +1,6 @@
 """The decode engine: a stock checkpoint, a pool of row states, steps that read them once and write them once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 from lapcli.errors import ModelError, UsageError
+from lapcli.runtime.configurations import (
+    Configuration,
+    Convertible,
+    is_conversion,
+    load_convertible,
+    only_configuration,
+)
 from lapcli.runtime.eager import EagerPlan
 from lapcli.runtime.pieces import Pieces
 from lapcli.runtime.plans import Plan, Room, make_plan, why_no_plan
@@ -15,7 +22,7 @@ from lapcli.runtime.pools import Slots
 from lapcli.runtime.prefill import OwnPrefiller
 from lapcli.runtime.sampling import Mode, mode_of
 from lapcli.runtime.settings import DecodePath, Event, GenerationSettings
-from lapcli.runtime.steps import Steps
+from lapcli.runtime.steps import Span, Steps
 from lapkernels.delta_step import why_not
 from lapkernels.thin_linear import select_impl as select_thin
 
@@ -64,7 +71,8 @@ class Engine:
     steps without waiting for the host, and `generate` (or `lapcli.runtime.batch.Batch`) does all of it.
 
     Args:
-        model: a language model in eval mode; its projections become views of fused ones.
+        model: a language model in eval mode, or one in several configurations; its projections become views of fused
+            ones.
         max_rows: the most rows at once.
         max_length: the most tokens of a row, where the model has attention layers; others have no limit.
         kernel: see `KERNELS`.
@@ -77,9 +85,10 @@ class Engine:
         device: where.
         dtype: of weights and activations.
         vocabulary: token ids that have logits.
+        configurations: of the model, by rising numbers of converted layers; rows may differ in theirs.
 
     Raises:
-        ModelError: a kernel asked for by name cannot run here.
+        ModelError: a kernel asked for by name cannot run here, or a model in several configurations has no fused step.
     """
 
     def __init__(
@@ -95,6 +104,8 @@ class Engine:
     ):
         if max_rows < 1:
             raise UsageError(f"max_rows = {max_rows}: an engine has room for 1 row at least")
+        self._convertible = model if isinstance(model, Convertible) else None
+        model = model.model if isinstance(model, Convertible) else model
         self.model = model.requires_grad_(False)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
@@ -109,8 +120,15 @@ class Engine:
         wrong = why_not(impl, self.device, self.dtype)
         if wrong is not None:
             raise ModelError(f"--kernel {kernel} cannot run the step of a state here: {wrong}", "use --kernel auto")
-        room = Room(max_rows, self.max_length, state_dtype, impl)
+        if self._convertible is not None:
+            self._convertible.configure(self._convertible.numbers[-1])
+        room = Room(max_rows, self.max_length, state_dtype, impl, self._convertible)
         why = why_no_plan(model)
+        if why is not None and self._convertible is not None:
+            raise ModelError(
+                f"rows of several configurations need fused steps: {why}",
+                "serve one configuration (lapcli convert --export)",
+            )
         self.plan: Plan | EagerPlan = make_plan(model, room) if why is None else EagerPlan(model)
         # What waits for the host cannot be captured: the library's own pass, and steps in PyTorch.
         graphs = graphs and why is None and self._step_kernel(impl) == "triton"
@@ -122,6 +140,12 @@ class Engine:
         self._path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)
         self.slots = Slots(max_rows)
         self.steps = Steps(self.plan, max_rows, max_rows, self.device, capture=graphs)
+        pools = self.plan.recurrent, self.plan.attention
+        self.configurations: tuple[Configuration, ...] = (
+            (only_configuration(model, *pools),)
+            if self._convertible is None
+            else self._convertible.configurations(*pools)
+        )
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
 
     @property
@@ -142,23 +166,45 @@ class Engine:
         kernel: str = "auto",
         *,
         trust_remote_code: bool = False,
+        configurations: Iterable[int] | None = None,
+        offload: bool = False,
         **room: Any,
     ) -> "Engine":
-        """Load a checkpoint.
+        """Load a checkpoint, or a conversion with all its configurations.
 
         Args:
-            model: what the command line takes (a directory, a hub id, `demo:NAME`), or a resolved `ModelSource`.
+            model: what the command line takes (a directory, a hub id, `demo:NAME`), the directory of a conversion, or a
+                resolved `ModelSource`.
             device: where.
             dtype: of weights and activations.
             kernel: see `KERNELS`.
             trust_remote_code: whether code in the model's directory may run.
+            configurations: of a conversion, see `load_convertible`.
+            offload: likewise.
             room: `max_rows`, `max_length`, `state_dtype`, `graphs` of the engine.
 
         Raises:
+            ArtifactError: a conversion that does not hold what is asked for.
             ModelError: the model cannot be loaded or decoded here.
+            UsageError: configurations or offloading are asked for, and the model is no conversion.
         """
         from lapcli.families.loading import ModelSource, load_model, resolve_model
 
+        if not isinstance(model, ModelSource) and is_conversion(model):
+            convertible = load_convertible(
+                model,
+                device=device,
+                dtype=dtype,
+                kernel=prefill_kernel(kernel),
+                configurations=configurations,
+                offload=offload,
+            )
+            return cls(convertible, kernel=kernel, **room)
+        if configurations is not None or offload:
+            raise UsageError(
+                f"{model} is one model, and configurations or offloading were asked for",
+                "name the directory of a conversion (lapcli convert --to dsla --output DIR)",
+            )
         source = model if isinstance(model, ModelSource) else resolve_model(str(model))
         loaded = load_model(
             source, device=device, dtype=dtype, kernel=prefill_kernel(kernel), trust_remote_code=trust_remote_code
@@ -196,28 +242,43 @@ class Engine:
         return cls(model, kernel=kernel, **room)
 
     @torch.no_grad()
-    def prefill(self, tokens: Sequence[int], slot: int | None = None, *, piece: int = PREFILL_TOKENS) -> Prefilled:
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        slot: int | None = None,
+        *,
+        piece: int = PREFILL_TOKENS,
+        configuration: str | None = None,
+    ) -> Prefilled:
         """Run a prompt and keep its state.
 
         Args:
             tokens: of the prompt, at least one.
             slot: a row that these tokens continue; `None` for a new row.
             piece: tokens a forward pass; more come in several.
+            configuration: the name of a new row's; `None` for the first.
 
         Returns:
             The row's slot, and the logits after its last token.
 
         Raises:
             ModelError: no slot is free, or the row would be longer than `max_length`.
-            UsageError: there is no token, or one is not in the vocabulary.
+            UsageError: there is no token, or one is not in the vocabulary; there is no such configuration.
         """
-        return self.prefill_rows([tokens], None if slot is None else [slot], piece=piece)[0]
+        return self.prefill_rows(
+            [tokens], None if slot is None else [slot], piece=piece, configurations=[configuration]
+        )[0]
 
     @torch.no_grad()
     def prefill_rows(
-        self, prompts: Sequence[Sequence[int]], slots: Sequence[int] | None = None, *, piece: int = PREFILL_TOKENS
+        self,
+        prompts: Sequence[Sequence[int]],
+        slots: Sequence[int] | None = None,
+        *,
+        piece: int = PREFILL_TOKENS,
+        configurations: Sequence[str | None] | None = None,
     ) -> list[Prefilled]:
-        """Run several prompts; new rows of one length go through the model together.
+        """Run several prompts; new rows of one length and configuration go through the model together.
 
         Arguments, results and errors are those of `prefill`, for each row.
         """
@@ -228,7 +289,7 @@ class Engine:
             held = [self.slots.positions[slot] for slot in slots]
             self._check_lengths([at + len(tokens) for at, tokens in zip(held, prompts, strict=True)])
             return [
-                self._run([tokens], self.plan.prefiller.restore(slot, at), [slot], at, piece)[0]
+                self._run([tokens], self._prefiller(slot).restore(slot, at), [slot], at, piece)[0]
                 for tokens, slot, at in zip(prompts, slots, held, strict=True)
             ]
         self._check_lengths([len(tokens) for tokens in prompts])
@@ -238,14 +299,20 @@ class Engine:
                 "release rows, or make the engine with more max_rows",
             )
         found: dict[int, Prefilled] = {}
-        for length in {len(tokens): None for tokens in prompts}:
-            alike = [number for number, tokens in enumerate(prompts) if len(tokens) == length]
+        kinds = [
+            (len(tokens), self.converted(name))
+            for tokens, name in zip(prompts, configurations or [None] * len(prompts), strict=True)
+        ]
+        for kind in dict.fromkeys(kinds):
+            length, converted = kind
+            alike = [number for number, found_kind in enumerate(kinds) if found_kind == kind]
             most = min(max(1, piece // length), self.plan.together)
             for start in range(0, len(alike), most):
                 group = alike[start : start + most]
-                taken = [self.slots.take() for _ in group]
+                taken = [self.slots.take(converted) for _ in group]
                 try:
-                    done = self._run([prompts[n] for n in group], self.plan.prefiller.cache(), taken, 0, piece)
+                    cache = self.plan.prefiller_of(converted).cache()
+                    done = self._run([prompts[n] for n in group], cache, taken, 0, piece)
                 except BaseException:
                     for slot in taken:
                         self.slots.give_back(slot)
@@ -258,26 +325,27 @@ class Engine:
     ) -> list[Prefilled]:
         """Run prompts of one length on from a cache, and move what it holds into their slots."""
         tokens = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
-        logits = None
+        logits, prefiller = None, self._prefiller(slots[0])
         for part in tokens.split(piece, dim=1):
-            logits = self.plan.prefiller.forward(part, cache, seen)
+            logits = prefiller.forward(part, cache, seen)
             seen += part.shape[1]
         assert logits is not None
         for row, slot in enumerate(slots):
             self.slots.positions[slot] = seen
-            self.plan.prefiller.store(cache, row, slot, seen)
+            prefiller.store(cache, row, slot, seen)
         return [Prefilled(slot, logits[row]) for row, slot in enumerate(slots)]
 
-    def begin(self, tokens: Sequence[int]) -> Filling:
+    def begin(self, tokens: Sequence[int], configuration: str | None = None) -> Filling:
         """Take a slot for a prompt that `fill` takes in piece by piece; `release` of its slot gives it up.
 
         Raises:
             ModelError: no slot is free, or the row would be longer than `max_length`.
-            UsageError: there is no token, or one is not in the vocabulary.
+            UsageError: there is no token, or one is not in the vocabulary; there is no such configuration.
         """
         self.check_prompt(tokens)
-        on_device, cache = torch.tensor([list(tokens)], device=self.device), self.plan.prefiller.cache()
-        return Filling(self.slots.take(), on_device, cache)
+        converted = self.converted(configuration)
+        on_device, cache = torch.tensor([list(tokens)], device=self.device), self.plan.prefiller_of(converted).cache()
+        return Filling(self.slots.take(converted), on_device, cache)
 
     @torch.no_grad()
     def fill(self, filling: Filling, count: int) -> Prefilled | None:
@@ -290,22 +358,25 @@ class Engine:
             The row, once all of it was taken in; else `None`.
         """
         part = filling.tokens[:, filling.seen : filling.seen + count]
-        logits = self.plan.prefiller.forward(part, filling.cache, filling.seen)
+        prefiller = self._prefiller(filling.slot)
+        logits = prefiller.forward(part, filling.cache, filling.seen)
         filling.seen += part.shape[1]
         if filling.seen < filling.tokens.shape[1]:
             return None
         self.slots.positions[filling.slot] = filling.seen
-        self.plan.prefiller.store(filling.cache, 0, filling.slot, filling.seen)
+        prefiller.store(filling.cache, 0, filling.slot, filling.seen)
         return Prefilled(filling.slot, logits[0])
 
-    def occupy(self, rows: int, position: int) -> list[int]:
+    def occupy(self, rows: int, position: int, configuration: str | None = None) -> list[int]:
         """Take slots for rows that pretend to have seen `position` tokens, all states zero: for measuring steps.
 
         Raises:
             ModelError: too few slots are free, or the rows would be longer than `max_length`.
+            UsageError: there is no such configuration.
         """
         self._check_lengths([position])
-        taken = [self.slots.take() for _ in range(rows)]
+        converted = self.converted(configuration)
+        taken = [self.slots.take(converted) for _ in range(rows)]
         for slot in taken:
             self.slots.positions[slot] = position
             self.plan.clear(slot)
@@ -403,22 +474,60 @@ class Engine:
             yield from batch.advance()
 
     def warm_up(self, rows: Sequence[int], settings: GenerationSettings) -> None:
-        """Capture what steps for so many rows with such settings will need, before any row waits for it."""
-        self.steps.warm_up(rows, [mode_of(settings.temperature, settings.top_k, settings.top_p)])
+        """Capture what steps for so many rows with such settings will need, before any row waits for it.
+
+        Of a model in several configurations: steps of rows of each, and of rows of all. Other mixtures are captured
+        when they first come.
+        """
+        mode = mode_of(settings.temperature, settings.top_k, settings.top_p)
+        numbers = [configuration.converted for configuration in self.configurations]
+        spans: list[Span] = [None] if self._convertible is None else [(number, number) for number in numbers]
+        if len(numbers) > 1:
+            spans.append((numbers[0], numbers[-1]))
+        self.steps.warm_up(rows, [mode], spans)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes on the device: `weights`, `states`, `convolutions` and `attention`, the last three for all slots."""
-        weights = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in (*self.model.parameters(), *self.model.buffers())
-        }
+        """Bytes on the device: `weights`, `states`, `convolutions` and `attention`, the last three for all slots.
+
+        Where projections lie beside the device, `offloaded` says how many bytes those are, and `weights` has the places
+        that they come to.
+        """
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        beside: dict[str, int] = {}
+        if self._convertible is not None:
+            tensors = tuple(self._convertible.tensors())
+            if self._convertible.offload is not None:
+                beside["offloaded"] = self._convertible.offload.nbytes
+        weights = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         recurrent = self.plan.recurrent.values()
         return {
             "weights": sum(weights.values()),
             "states": sum(pool.state.nbytes for pool in recurrent),
             "convolutions": sum(pool.inputs.nbytes for pool in recurrent),
             "attention": sum(tensor.nbytes for pool in self.plan.attention.values() for tensor in pool.tensors()),
+            **beside,
         }
+
+    def converted(self, configuration: str | None) -> int:
+        """The number of converted layers of a configuration, of the first one for `None`.
+
+        Raises:
+            UsageError: there is none of this name.
+        """
+        if configuration is None:
+            return self.configurations[0].converted
+        for each in self.configurations:
+            if each.name == configuration:
+                return each.converted
+        raise UsageError(
+            f"no configuration {configuration!r}; there are {', '.join(each.name for each in self.configurations)}"
+        )
+
+    def set_rows(self, tokens: Sequence[int] | Tensor, slots: Sequence[int]) -> None:
+        """Say to the device which rows the next steps are for."""
+        positions = [self.slots.positions[slot] for slot in slots]
+        mix = None if self._convertible is None else [self.slots.converted[slot] for slot in slots]
+        self.steps.set_rows(tokens, slots, positions, mix)
 
     @property
     def limited(self) -> bool:
@@ -446,6 +555,8 @@ class Engine:
             if pools
         ]
         why = "" if self.device.type == "cuda" else "; without a GPU they run in PyTorch"
+        if self._convertible is not None:
+            why += f"; rows in any of {len(self._convertible.numbers)} configurations"
         return DecodePath("fused", self._step_kernel(impl), graphs, ", ".join(parts) + why)
 
     def _step_kernel(self, impl: str) -> str:
@@ -468,7 +579,11 @@ class Engine:
         self.slots.check(slots)
         positions = [self.slots.positions[slot] for slot in slots]
         self._check_lengths([position + steps for position in positions])
-        self.steps.set_rows(tokens, slots, positions)
+        self.set_rows(tokens, slots)
+
+    def _prefiller(self, slot: int) -> Any:
+        """The forward pass of a row's configuration."""
+        return self.plan.prefiller_of(self.slots.converted[slot])
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
         longest = max(lengths, default=0)

@@ -19,6 +19,22 @@ from lapkernels.thin_linear import Normed, thin_linear
 
 _ALIGN = 64
 """Rows of a fused projection are padded to a multiple of this, so that its results are aligned in memory."""
+ROTATION = "rotation"
+"""Under this name a step's rows keep the cosines and sines of their positions."""
+
+
+class Mix(NamedTuple):
+    """Which configurations of a model the rows of a step have.
+
+    Attributes:
+        converted: `[B]`, int64, layers that are states for each row, the first ones of an order.
+        least: of them, as the host knows it.
+        most: likewise.
+    """
+
+    converted: Tensor
+    least: int
+    most: int
 
 
 @dataclass
@@ -30,12 +46,14 @@ class Rows:
         positions: `[B]`, int64, tokens that each row has seen before this one.
         spare: the slot of an attention pool that padding rows write to.
         longest: tokens of the longest row, this one counted, where the host knows it; else `None`.
+        mix: of configurations; `None` for a model that has one.
     """
 
     slots: Tensor
     positions: Tensor
     spare: int
     longest: int | None = None
+    mix: Mix | None = None
     kept: dict[str, Any] = field(default_factory=dict)
 
     @property

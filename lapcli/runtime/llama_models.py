@@ -13,7 +13,19 @@ from torch import Tensor, nn
 
 from lapcli.families.remote.lapcli_dual_state import FLOOR, NORMALISER, DualStateAttention
 from lapcli.families.remote.lapcli_dual_state_cache import DualStateCacheLayer
-from lapcli.runtime.layers import GatedMlp, Head, LayerNorm, LibraryModule, Norm, Part, Rows, Sum, fused
+from lapcli.runtime.either import Either
+from lapcli.runtime.layers import (
+    ROTATION,
+    GatedMlp,
+    Head,
+    LayerNorm,
+    LibraryModule,
+    Norm,
+    Part,
+    Rows,
+    Sum,
+    fused,
+)
 from lapcli.runtime.library_models import Builder, mlp, norm
 from lapcli.runtime.pools import AttentionPool, RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import LibraryPrefiller
@@ -24,9 +36,9 @@ from lapkernels.dual_state_step import select_impl as select_states
 from lapkernels.thin_linear import thin_linear
 
 if TYPE_CHECKING:
+    from lapcli.runtime.configurations import Convertible
+    from lapcli.runtime.offload import Offload
     from lapcli.runtime.plans import Plan, Room
-
-_TABLE = "rotation"
 
 
 class Rotation(Protocol):
@@ -55,12 +67,16 @@ class Turn:
 
     def __call__(self, x: Tensor, rows: Rows) -> Tensor:
         """`[B, heads, width]` to the same."""
-        if _TABLE not in rows.kept:
+        cosines, sines = self.table(rows)
+        return torch.addcmul(x * cosines, x.index_select(-1, self.partner), sines)
+
+    def table(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of a step's rows, the latter signed, `[B, 1, width]` each; made once a step."""
+        if ROTATION not in rows.kept:
             cosines, sines = self.rotation(rows)
             signed = torch.cat((-sines[..., : self.half], sines[..., self.half :]), -1)
-            rows.kept[_TABLE] = F.pad(cosines, (0, self.rest), value=1.0), F.pad(signed, (0, self.rest))
-        cosines, sines = rows.kept[_TABLE]
-        return torch.addcmul(x * cosines, x.index_select(-1, self.partner), sines)
+            rows.kept[ROTATION] = F.pad(cosines, (0, self.rest), value=1.0), F.pad(signed, (0, self.rest))
+        return rows.kept[ROTATION]
 
 
 class Mixer:
@@ -70,14 +86,21 @@ class Mixer:
         module: the library's attention module, converted or not.
         turn: the rotary embedding; `None` for a layer without one.
         further: linear layers of the same input, whose biases are left to the subclass.
+        ready: weight and bias of all of them, where they lie below each other already.
     """
 
-    def __init__(self, module: Any, turn: Turn | None, further: Sequence[nn.Linear] = ()):
+    def __init__(
+        self,
+        module: Any,
+        turn: Turn | None,
+        further: Sequence[nn.Linear] = (),
+        ready: tuple[Tensor, Tensor | None] | None = None,
+    ):
         self.turn, self.scale = turn, module.scaling
         self.query_heads = module.config.num_attention_heads
         self.heads, self.width = self.query_heads // module.num_key_value_groups, module.head_dim
         self.output: nn.Linear = output_projection(module)
-        self.weight, self.bias = fused([*input_projections(module), *further], own_bias=further)
+        self.weight, self.bias = ready or fused([*input_projections(module), *further], own_bias=further)
         sizes = [(self.query_heads + self.heads) * self.width, self.heads * self.width]
         sizes += [linear.out_features for linear in further]
         self.sizes = [*sizes, len(self.weight) - sum(sizes)]
@@ -117,10 +140,18 @@ class AttentionMixer(Mixer):
         turn: its rotary embedding.
         pool: of its keys and values.
         impl: which `attend_step`.
+        ready: as for `Mixer`.
     """
 
-    def __init__(self, module: Any, turn: Turn | None, pool: AttentionPool, impl: str):
-        super().__init__(module, turn)
+    def __init__(
+        self,
+        module: Any,
+        turn: Turn | None,
+        pool: AttentionPool,
+        impl: str,
+        ready: tuple[Tensor, Tensor | None] | None = None,
+    ):
+        super().__init__(module, turn, ready=ready)
         self.pool, self.impl, self.window = pool, impl, _window(module)
 
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor, further: Sequence[Tensor], rows: Rows) -> Tensor:
@@ -138,6 +169,35 @@ class AttentionMixer(Mixer):
             longest=rows.longest,
             impl=self.impl,
         )
+
+
+class OffloadedAttention(AttentionMixer):
+    """The same with projections that come to the device when they are needed.
+
+    Args:
+        offload: that brings them.
+        module: the library's attention module.
+        turn: its rotary embedding.
+        pool: of its keys and values.
+        impl: which `attend_step`.
+    """
+
+    def __init__(self, offload: "Offload", module: Any, turn: Turn | None, pool: AttentionPool, impl: str):
+        place = offload.place(module.layer_idx)
+        super().__init__(module, turn, pool, impl, (place.weight, place.bias))
+        self.offload, self.layer = offload, module.layer_idx
+
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Take one token of each row in."""
+        assert rows.mix is not None
+        with self.offload.at_hand(self.layer, rows.mix.least):
+            return super().__call__(hidden, rows)
+
+    def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
+        """The same with norm and sum."""
+        assert rows.mix is not None
+        with self.offload.at_hand(self.layer, rows.mix.least):
+            return super().direct(x, norm, scale, rows)
 
 
 class DualStateMixer(Mixer):
@@ -210,6 +270,37 @@ class DualStatePrefiller(LibraryPrefiller):
         cache.layers[layer] = held
 
 
+class ConfiguredPrefiller(DualStatePrefiller):
+    """For one configuration of a model that comes in several.
+
+    Args:
+        convertible: the model.
+        converted: layers that are states in this configuration.
+        recurrent: the pool of each layer that has states in any.
+        attention: the pool of each layer that has keys and values in any.
+    """
+
+    def __init__(
+        self,
+        convertible: "Convertible",
+        converted: int,
+        recurrent: dict[int, RecurrentPool],
+        attention: dict[int, AttentionPool],
+    ):
+        states = convertible.order[:converted]
+        super().__init__(
+            convertible.model,
+            {layer: pool for layer, pool in recurrent.items() if layer in states},
+            {layer: pool for layer, pool in attention.items() if layer not in states},
+        )
+        self.convertible, self.converted = convertible, converted
+
+    def forward(self, tokens: Tensor, cache: Any, seen: int) -> Tensor:
+        """Run tokens on from a cache."""
+        self.convertible.configure(self.converted)
+        return super().forward(tokens, cache, seen)
+
+
 def why_not_llama(model: Any) -> str | None:
     """Why a model of one of these types cannot run as fused steps, or `None`."""
     for index, block in enumerate(getattr(model, model.base_model_prefix).layers):
@@ -257,25 +348,40 @@ def _window(module: Any) -> int | None:
 _WINDOW_IN_CONFIG = ("mistral", "phi3", "lapcli_dual_state_mistral", "lapcli_dual_state_phi3")
 
 
-def _mixers(build: Builder) -> list[Mixer]:
-    """The mixer of each block, and its pool."""
+def _mixers(build: Builder) -> list[Mixer | Either]:
+    """What mixes the tokens of each block, and its pools."""
     modules = [block.self_attn for block in build.base.layers]
-    recurrent = [isinstance(module, DualStateAttention) for module in modules]
-    turn = _turn(build, modules[0].head_dim, limited=not all(recurrent))
-    found: list[Mixer] = []
+    convertible = build.room.convertible
+    attention = {} if convertible is None else convertible.attention
+    states_only = all(isinstance(module, DualStateAttention) for module in modules) and not attention
+    turn = _turn(build, modules[0].head_dim, limited=not states_only)
+    found: list[Mixer | Either] = []
     for index, module in enumerate(modules):
         own_turn = turn if getattr(module, "use_rope", True) else None
-        if recurrent[index]:
-            shape = (module.settings.states, module.key_heads, module.state_width, module.head_dim)
-            pool = build.recurrent_pool(index, RecurrentShape(shape, 0, 0))
-            found.append(DualStateMixer(module, own_turn, pool, build.room.impl))
-            continue
-        heads, width = module.config.num_attention_heads // module.num_key_value_groups, module.head_dim
-        build.attention[index] = AttentionPool(
-            build.room.rows, heads, build.room.length, width, width, dtype=build.dtype, device=build.device
-        )
-        found.append(AttentionMixer(module, own_turn, build.attention[index], build.room.impl))
+        mixer = _mixer(build, module, own_turn)
+        if index in attention:
+            assert convertible is not None
+            prepare = None if own_turn is None else own_turn.table
+            other = _mixer(build, attention[index], own_turn, convertible.offload)
+            mixer = Either(other, mixer, convertible.order.index(index), build.device, prepare)
+        found.append(mixer)
     return found
+
+
+def _mixer(build: Builder, module: Any, turn: Turn | None, offload: "Offload | None" = None) -> Mixer:
+    """The mixer of a module, and its pool."""
+    index, impl = module.layer_idx, build.room.impl
+    if isinstance(module, DualStateAttention):
+        shape = (module.settings.states, module.key_heads, module.state_width, module.head_dim)
+        return DualStateMixer(module, turn, build.recurrent_pool(index, RecurrentShape(shape, 0, 0)), impl)
+    library: Any = module
+    heads, width = library.config.num_attention_heads // library.num_key_value_groups, library.head_dim
+    pool = build.attention[index] = AttentionPool(
+        build.room.rows, heads, build.room.length, width, width, dtype=build.dtype, device=build.device
+    )
+    if offload is not None:
+        return OffloadedAttention(offload, module, turn, pool, impl)
+    return AttentionMixer(module, turn, pool, impl)
 
 
 def _turn(build: Builder, width: int, *, limited: bool) -> Turn | None:
@@ -305,6 +411,11 @@ def _finished(build: Builder, sublayers: Any, final: Norm) -> "Plan":
     )
     if build.recurrent:
         plan.prefiller = DualStatePrefiller(build.model, build.recurrent, build.attention)
+    if (convertible := build.room.convertible) is not None:
+        plan.prefillers = {
+            number: ConfiguredPrefiller(convertible, number, build.recurrent, build.attention)
+            for number in convertible.numbers
+        }
     return plan
 
 

@@ -1,8 +1,8 @@
 """From a model in memory to its decoding step: which parts follow which, and where each layer's state lies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from lapcli.runtime.prefill import Prefiller
 from lapkernels.delta_rule import Choice
 from lapkernels.delta_step import select_impl as select_delta
 
+if TYPE_CHECKING:
+    from lapcli.runtime.configurations import Convertible
+
 
 @dataclass(frozen=True)
 class Room:
@@ -24,12 +27,14 @@ class Room:
         length: tokens of an attention layer's slot.
         state_dtype: of recurrent states.
         impl: which implementation of the state's step: `auto`, `reference` or `triton`.
+        convertible: the model's configurations, where it comes in several.
     """
 
     rows: int
     length: int
     state_dtype: torch.dtype
     impl: str = "auto"
+    convertible: "Convertible | None" = None
 
 
 @dataclass
@@ -58,6 +63,7 @@ class Plan:
         together: rows of one prefill, at most.
         thin: rows of a step, at most, whose norms and sums are done within products.
         kernels: of each operator that keeps something of a row, what chooses its implementation.
+        prefillers: those of configurations, by their converted layers, where the model comes in several.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -71,6 +77,7 @@ class Plan:
     together: int = 256
     thin: int = 0
     kernels: tuple[Callable[[torch.device, torch.dtype], Choice], ...] = (select_delta,)
+    prefillers: Mapping[int, Prefiller] = field(default_factory=dict)
 
     def __call__(self, tokens: Tensor, rows: Rows) -> Tensor:
         """One step: tokens `[B]` to logits `[B, vocabulary]`."""
@@ -95,6 +102,10 @@ class Plan:
             return self.head.direct(x if change is None else x + change, self.final)
         _, hidden = _normed(x, change, self.final, dtype)
         return self.head(hidden)
+
+    def prefiller_of(self, converted: int) -> Prefiller:
+        """The forward pass of a configuration; of the model, where it has one."""
+        return self.prefillers.get(converted, self.prefiller)
 
     def pools(self) -> list[RecurrentPool | AttentionPool]:
         """All pools."""

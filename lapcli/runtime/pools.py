@@ -144,20 +144,25 @@ class Slots:
 
     Args:
         count: how many there are.
+
+    Attributes:
+        positions: tokens seen, of each slot that is taken.
+        converted: layers that are states for its row, likewise; 0 where a model has one configuration.
     """
 
     def __init__(self, count: int):
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self.positions: dict[int, int] = {}
+        self.converted: dict[int, int] = {}
 
     @property
     def free(self) -> int:
         """How many can be taken."""
         return len(self._free)
 
-    def take(self) -> int:
-        """Take one.
+    def take(self, converted: int = 0) -> int:
+        """Take one for a row of a configuration.
 
         Raises:
             ModelError: none is free.
@@ -167,7 +172,7 @@ class Slots:
                 f"all {self.count} rows of the engine are taken", "release one, or make the engine with more max_rows"
             )
         slot = self._free.pop()
-        self.positions[slot] = 0
+        self.positions[slot], self.converted[slot] = 0, converted
         return slot
 
     def give_back(self, slot: int) -> None:
@@ -177,7 +182,7 @@ class Slots:
             ModelError: it is not taken.
         """
         self.check((slot,))
-        del self.positions[slot]
+        del self.positions[slot], self.converted[slot]
         self._free.append(slot)
 
     def check(self, slots: Iterable[int]) -> None:

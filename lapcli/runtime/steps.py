@@ -1,11 +1,12 @@
 """One decoding step over static tensors, captured as a CUDA graph for each number of rows."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lapcli.runtime.layers import Rows
+from lapcli.runtime.layers import Mix, Rows
 from lapcli.runtime.pieces import captured
 from lapcli.runtime.sampling import Choices, Mode, choose
 
@@ -14,6 +15,9 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 Forward = Callable[[Tensor, Rows], Tensor]
 """Tokens `[B]` and their rows to logits `[B, vocabulary]`."""
+
+Span = tuple[int, int] | None
+"""The least and the most converted layers of a step's rows; `None` for a model in one configuration."""
 
 
 class Steps:
@@ -31,6 +35,8 @@ class Steps:
         slots: `[rows]`, int32; negative for none.
         positions: `[rows]`, int64; a step that chooses tokens counts them up.
         choices: how tokens are chosen.
+        converted: `[rows]`, int64: converted layers of each row, where rows differ in that.
+        span: of the next step's rows.
         capture: whether steps are graphs; not any more once one could not be captured.
         failure: why it could not.
     """
@@ -41,9 +47,16 @@ class Steps:
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.choices = Choices(rows, device)
+        self.converted = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.span: Span = None
         self.failure: str | None = None
-        self._graphs: dict[tuple[int, Mode], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[int, Mode, Span], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the next step's rows are of several configurations."""
+        return self.span is not None and self.span[0] < self.span[1]
 
     def bucket(self, rows: int) -> int:
         """How many rows a step for `rows` of them runs."""
@@ -51,7 +64,13 @@ class Steps:
             return rows
         return next((size for size in BUCKETS if rows <= size <= self.rows), self.rows)
 
-    def set_rows(self, tokens: Sequence[int] | Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
+    def set_rows(
+        self,
+        tokens: Sequence[int] | Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        converted: Sequence[int] | None = None,
+    ) -> None:
         """Say which rows the next step is for; all others are padding."""
         count = len(slots)
         self.slots.fill_(-1)
@@ -59,6 +78,9 @@ class Steps:
         self.slots[:count].copy_(torch.tensor(slots, dtype=torch.int32))
         self.positions[:count].copy_(torch.tensor(positions, dtype=torch.int64))
         self.tokens[:count].copy_(torch.as_tensor(tokens))
+        if converted is not None:
+            self.converted[:count].copy_(torch.tensor(converted, dtype=torch.int64))
+            self.span = min(converted), max(converted)
 
     def run(self, rows: int, mode: Mode = "logits", *, longest: int | None = None) -> Tensor:
         """Run one step for the first `rows` rows.
@@ -79,16 +101,17 @@ class Steps:
         graph.replay()
         return logits[:rows]
 
-    def warm_up(self, rows: Sequence[int], modes: Sequence[Mode]) -> None:
+    def warm_up(self, rows: Sequence[int], modes: Sequence[Mode], spans: Sequence[Span] = (None,)) -> None:
         """Capture what steps of so many rows will need, before any has to wait for it."""
-        for count in rows:
-            for mode in modes:
-                if self.capture:
-                    self._graph(count, mode)
+        for count, mode, self.span in itertools.product(rows, modes, spans):
+            # One row has one configuration.
+            if self.capture and (self.span is None or count > 1 or self.span[0] == self.span[1]):
+                self._graph(count, mode)
 
     def _step(self, rows: int, mode: Mode, longest: int | None = None) -> Tensor:
         slots, positions = self.slots[:rows], self.positions[:rows]
-        logits = self.forward(self.tokens[:rows], Rows(slots, positions, self.spare, longest))
+        mix = None if self.span is None else Mix(self.converted[:rows], *self.span)
+        logits = self.forward(self.tokens[:rows], Rows(slots, positions, self.spare, longest, mix))
         if mode != "logits":
             positions += slots >= 0
             self.tokens[:rows] = choose(logits, positions, self.choices, mode)
@@ -96,11 +119,11 @@ class Steps:
 
     def _graph(self, rows: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """The graph of a step and its logits; `None` where something in the step cannot be captured."""
-        key = self.bucket(rows), mode
+        key = self.bucket(rows), mode, self.span
         if key not in self._graphs:
             kept = [(tensor, tensor.clone()) for tensor in (self.tokens, self.slots, self.positions)]
             try:
-                self._graphs[key] = self._captured(*key)
+                self._graphs[key] = self._captured(*key[:2])
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:

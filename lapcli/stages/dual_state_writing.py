@@ -60,7 +60,7 @@ def write_converted(
     """
     config = converted_config(source.config, settings)
     entries = {name: entry for name, (_header, entry) in source.tensors.items()}
-    prepared = {name: _prepared(name, tensor, entries) for name, tensor in tensors.items()}
+    prepared = {name: as_stored(source, name, tensor) for name, tensor in tensors.items()}
     new = [name for name in prepared if name not in entries]
     total = sum(entry.nbytes for entry in entries.values())
     with (
@@ -79,13 +79,22 @@ def write_converted(
     return config
 
 
-def _prepared(name: str, tensor: Tensor, entries: Mapping[str, Any]) -> Tensor:
-    """The tensor on the CPU, contiguous, in the dtype that it is stored in."""
-    entry = entries.get(name)
+def as_stored(source: ModelSource, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a converted layer on the CPU, contiguous, in the dtype that `write_converted` stores it in.
+
+    Args:
+        source: the teacher.
+        name: in the model.
+        tensor: as it was trained.
+
+    Raises:
+        ModelError: it has another shape than the teacher's.
+    """
+    _header, entry = source.tensors.get(name, (None, None))
     if entry is None:
         # As the layer's own projections are, of whatever dtype the rest of the checkpoint is.
         layer = name.split(".self_attn.", maxsplit=1)[0] + ".self_attn."
-        entry = next(found for other, found in entries.items() if other.startswith(layer))
+        entry = next(found for other, (_, found) in source.tensors.items() if other.startswith(layer))
     elif entry.shape != tuple(tensor.shape):
         raise ModelError(f"{name} has the shape {list(tensor.shape)}, and {list(entry.shape)} in the teacher")
     dtype = _DTYPES.get(entry.dtype)

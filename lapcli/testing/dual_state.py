@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapcli.artifacts import Lineage, write_artifact
 from lapcli.families.dual_state import TEACHERS
+from lapcli.families.loading import load_model
 from lapcli.families.remote.lapcli_dual_state import DualStateSettings, convert_layers, dual_state_layers
 from lapcli.families.source import ModelSource, resolve_model
+from lapcli.linearising.plan import Place
+from lapcli.linearising.record import KIND
 from lapcli.stages.dual_state_writing import write_converted
 
 _SIZES: dict[str, Any] = {
@@ -94,8 +98,6 @@ def converted_source(
     source: ModelSource, folder: Path, layers: Sequence[int] = (2, 0), **settings: Any
 ) -> tuple[ModelSource, Any]:
     """A converted model on disk, and the same in memory as it was before it was written."""
-    from lapcli.families.loading import load_model
-
     model: Any = load_model(source)
     chosen = DualStateSettings(layers=tuple(layers), **settings)
     converted(model, *layers, **settings)
@@ -107,3 +109,52 @@ def layer_tensors(model: Any, layers: Sequence[int]) -> dict[str, Tensor]:
     """The tensors of attention modules, buffers too, by their names in the model."""
     prefixes = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
     return {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefixes)}
+
+
+def tiny_conversion(
+    root: Path, model_type: str = "llama", order: Sequence[int] = (2, 0, 1), *, teacher: Any = None, **settings: Any
+) -> Path:
+    """The directory of a conversion whose layers are drawn, not trained; all that a trained one has for its readers.
+
+    Args:
+        root: the directory.
+        model_type: of the teacher.
+        order: of the layers, as far as they are converted.
+        teacher: fields of its config, or `dtype` and `shards`, as for `tiny_source`.
+        settings: of the layers.
+    """
+    place = Place(root)
+    base = tiny_source(model_type, place.base, **(teacher or {}))
+    generator = torch.Generator().manual_seed(7)
+    for number, layer in enumerate(order, 1):
+        model: Any = load_model(base)
+        # Every tensor of the layer differs from the teacher's.
+        tensors = {
+            name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
+            if tensor.is_floating_point()
+            else tensor
+            for name, tensor in layer_tensors(converted(model, layer, **settings), [layer]).items()
+        }
+        lineage = Lineage(
+            kind=KIND,
+            model=base.describe(),
+            family="dsla",
+            settings={
+                "number": number,
+                "layer": layer,
+                "dual_state": {**DualStateSettings(**settings).as_config(), "layers": []},
+                "distillation": {"data": "none", "chained": True, "validation": 1, "seq_len": 64},
+            },
+            record={
+                "number": number,
+                "layer": layer,
+                "alignment": {"before": 1.0, "after": 0.5},
+                "cross_entropy": 2.0 + 0.1 * number,
+                "kl": 0.1 * number,
+                "teacher_cross_entropy": 2.0,
+                "tokens": 1000,
+                "tasks": [],
+            },
+        )
+        write_artifact(place.prefix(number, layer), lineage, tensors)
+    return root
