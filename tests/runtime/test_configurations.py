@@ -1,5 +1,7 @@
 """Rows of several configurations in one engine: each gets what the exported model of its own gives it alone."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -258,7 +260,8 @@ def test_offloading_brings_what_is_needed_and_survives_a_pass_that_failed(made, 
     # Of three layers' projections of 64 x 32 and 32 x 32, two places remain on the device.
     one = 4 * (64 * 32 + 64 + 32 * 32 + 32)
     assert (saved, engine.nbytes()["offloaded"]) == (one, 3 * one)
-    offload = engine._convertible.offload
+    convertible: Any = engine._convertible
+    offload = convertible.offload
     brought = []
     start = offload._start
     monkeypatch.setattr(offload, "_start", lambda place: start(place) or brought.extend(offload._under_way))
@@ -278,7 +281,7 @@ def test_offloading_brings_what_is_needed_and_survives_a_pass_that_failed(made, 
 
     row = [*prompt, 5]
     for layer in (1, 2):
-        attention = parts(engine)[layer].attention
+        attention: Any = parts(engine)[layer].attention
         mix = attention.mix
         attention.mix = fail
         with pytest.raises(RuntimeError, match="of the test"):
