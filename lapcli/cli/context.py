@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lapcli.errors import ArtifactError, UsageError
+from lapcli.errors import ArtifactError, ModelError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +97,20 @@ def named_models(model: str, baseline: str | None) -> "list[tuple[str, ModelSour
 
     named = {"base": baseline, "model": model}
     return [(label, resolve_model(name)) for label, name in named.items() if name is not None]
+
+
+def refuse_within(output: Path | None, source: "ModelSource") -> None:
+    """Refuse a directory that was named for a new model and lies in another's own: it would be taken for a part of it.
+
+    A run directory may: whoever works in a model's directory has it there.
+
+    Raises:
+        ModelError: naming both.
+    """
+    if output is not None and source.path.resolve() in output.resolve().parents:
+        raise ModelError(
+            f"{output} lies in the directory of {source.name}; a model made from it needs another", "pass --output DIR"
+        )
 
 
 def loading(folder: Path) -> str:

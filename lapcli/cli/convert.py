@@ -204,11 +204,13 @@ def _to_qdelta(
     dry_run: bool,
     quiet: bool,
 ) -> None:
-    from lapcli.cli import display
+    from lapcli.cli import context, display
     from lapcli.families.source import DEFAULT_MODEL, resolve_model
     from lapcli.stages.conversion import QDeltaSettings, check_output, convert_into, plan_conversion
 
-    plan = plan_conversion(resolve_model(model or DEFAULT_MODEL), QDeltaSettings(lambda_init))
+    source = resolve_model(model or DEFAULT_MODEL)
+    context.refuse_within(output, source)
+    plan = plan_conversion(source, QDeltaSettings(lambda_init))
     document = plan.document()
     if dry_run:
         there, _wrong = check_output(plan, output, overwrite=overwrite)

@@ -64,6 +64,7 @@ def to_dsla(
 
     base = None if recipe is None else read_conversion(find_recipe(recipe))
     source = resolve_model(model or (DEFAULT_TEACHER if base is None else base.model))
+    context.refuse_within(output, source)
     machine = Machine(device, dtype, kernel)
     kernel_choice(kernel, machine.torch_device(), machine.torch_dtype(source.config), needs_gradient=True)
     settings = _settings(source, given, base)
@@ -106,10 +107,11 @@ def export(fraction: str, output: Path, destination: Path | None, *, overwrite: 
         quiet: whether to say nothing.
     """
     from lapcli.cli import context, display
-    from lapcli.stages.linearising import default_export, export_prefix, number_of
+    from lapcli.stages.linearising import check_export, default_export, export_prefix, number_of
 
     number = number_of(output, fraction)
     place = destination or default_export(output, number)
+    check_export(output, place, overwrite=overwrite)
     if dry_run:
         display.would_do({"layers": number, "reads": str(output), "writes": str(place)}, as_json)
         return

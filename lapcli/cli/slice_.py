@@ -34,6 +34,7 @@ def run(
     directory = context.run_directory(run_path)
     chosen = load_selection(selection or directory.selection)
     source = context.base_model(model or _base_of(chosen.lineage.model, directory.read_record()), directory)
+    context.refuse_within(output, source)
     target = output or directory.sliced
     plan = plan_slicing(source, chosen)
     facts = {key: value for key, value in asdict(plan).items() if key != "layers" and value is not None}

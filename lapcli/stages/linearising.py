@@ -126,9 +126,15 @@ def plan_linearising(
             f"{settings.layer.sinks} sinks take the memory of the states already",
             "pass fewer --sinks, or more --states",
         )
-    if overwrite or not root.exists():
+    if not root.exists():
         return plan
     _check_ours(place)
+    if overwrite:
+        if root.resolve() in source.path.resolve().parents:
+            raise ArtifactError(
+                f"{root} holds {source.name} itself, which --overwrite would remove", "name another with --output"
+            )
+        return plan
     found = measured(plan)
     return replace(plan, done=len(converted(plan)), measured=() if found is None else found.names)
 
@@ -228,10 +234,10 @@ def export_prefix(
         settings={"stage": "linearising", "layers": [each.lineage.settings["layer"] for each in chosen]},
         parents={"layer": artifact_digest(chosen[-1])},
     )
+    check_export(root, output, overwrite=overwrite)
     if output.exists() and not overwrite:
         there = sliced_lineage(output)
-        if there is None:
-            raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
+        assert there is not None, "checked above"
         refuse_stale(lineage, there, output, "pass --overwrite, or name another place")
         if resolve_model(str(output)).digest == there.record.get(OWN_DIGEST):
             return False
@@ -246,6 +252,24 @@ def export_prefix(
     )  # fmt: skip
     write_document(output / LINEAGE_FILE, replace(lineage, record={OWN_DIGEST: resolve_model(str(output)).digest}))
     return True
+
+
+def check_export(root: Path, output: Path, *, overwrite: bool = False) -> None:
+    """Refuse a place for a model of a conversion that something else would have to leave.
+
+    Args:
+        root: the directory of the conversion.
+        output: the model's.
+        overwrite: whether another model that lapcli wrote there gives way.
+
+    Raises:
+        ArtifactError: naming what lies there.
+    """
+    place, base = output.resolve(), root.resolve() / "base"
+    if base == place or base in place.parents or place in base.parents:
+        raise ArtifactError(f"{output} is, holds or lies in {base}, which is needed here", "name another place")
+    if output.exists() and sliced_lineage(output) is None:
+        raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
 
 
 def number_of(root: Path, fraction: str) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -266,6 +267,18 @@ def test_a_selection_for_another_model_is_refused(lapcli, job, tiny, tmp_path):
     assert code == 1
     assert "was made for" in err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_slice_is_not_put_into_its_model_but_a_run_may_lie_there(lapcli, job, tiny, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    monkeypatch.chdir(folder)
+    assert lapcli("prune", ".", *job[2:])[0] == 0
+    for more in ((), ("--dry-run",)):
+        code, _out, err = lapcli("slice", "--output", "below", *more)
+        assert code == 1
+        assert "below lies in the directory of ." in " ".join(err.split())
+    assert not (folder / "below").exists()
 
 
 def test_a_run_without_its_slice_is_no_comparison(lapcli, job, tmp_path):

@@ -72,6 +72,8 @@ def test_a_dry_run_refuses_what_the_conversion_would(lapcli, base, tmp_path):
     for output, said in (
         ("foreign", "did not write it"),
         (base, "is, or holds, the model itself"),
+        (base / "below", "lies in the directory of"),
+        (base / ".." / base.name / "far" / "below", "lies in the directory of"),
         ("file", "did not write it"),
         ("file/below", "is no directory"),
         ("made", "lambda_init"),

@@ -56,6 +56,27 @@ def test_convert_and_export(lapcli, teacher, text, tmp_path):
     )
     assert code == 0, err
     assert json.loads(out) == {"converted": str(tmp_path / "model"), "layers": 1, "worked": True}
+    thesis = tmp_path / "mine" / "thesis.tex"
+    thesis.parent.mkdir()
+    thesis.touch()
+    for place, said in (
+        (thesis.parent, "did not write it"),
+        (root, "is, holds or lies in"),
+        (root / "base" / "x", "lies"),
+    ):
+        for more in ((), ("--dry-run",)):
+            code, _out, err = lapcli(
+                "convert", "--export", "0.34", "--output", root, "--export-to", place, "--overwrite", *more
+            )
+            assert code == 1
+            assert said in err
+    code, _out, err = lapcli(
+        "convert", root / "base", "--to", "dsla", "--data", text, *SMALL, "--output", root, "--overwrite"
+    )
+    assert code == 1
+    assert "which --overwrite would remove" in " ".join(err.split())
+    assert thesis.is_file()
+    assert resolve_model(str(root / "base")).digest == resolve_model(str(teacher)).digest
     code, _out, err = lapcli("convert", "--export", "1", "--output", root)
     assert code == 1
     assert "holds 1 converted layers of 3, and 3 are asked for" in err
@@ -100,6 +121,16 @@ def test_what_is_asked_wrongly(lapcli, teacher, tmp_path, monkeypatch, arguments
     assert code in (1, 2)
     assert said in " ".join(err.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",), ("--overwrite", "--dry-run")], ids=" ".join)
+def test_a_conversion_lies_outside_of_its_model(lapcli, teacher, more):
+    before = sorted(path.name for path in teacher.iterdir())
+    for output, said in ((teacher / "sub", "lies in the directory of"), (teacher, "which no conversion writes")):
+        code, _out, err = lapcli("convert", teacher, "--to", "dsla", "--output", output, *more)
+        assert code == 1
+        assert said in " ".join(err.split())
+    assert sorted(path.name for path in teacher.iterdir()) == before
 
 
 def test_other_models_are_refused(lapcli, tmp_path):
