@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lapcli.families.remote import lapcli_dual_state
 from lapcli.families.source import resolve_model
 from lapcli.testing.dual_state import tiny_source
 
@@ -108,6 +109,7 @@ def test_convert_and_export(lapcli, teacher, text, tmp_path):
         (("--to", "dsla", "--output", "x", "--lambda-init", "0.5"), "--lambda-init is about --to qdelta"),
         (("--to", "qdelta", "--output", "x", "--steps", "5"), "--steps is about --to dsla"),
         (("--to", "qdelta", "--output", "x", "--no-fit"), "--no-fit is about --to dsla"),
+        (("--to", "qdelta", "--output", "x", "--kernel", "chunked"), "--kernel is about --to dsla"),
         (("--to", "dsla", "--output", "x", "--export", "0.5"), "a model beside --export"),
         (("--to", "dsla", "--output", "x", "--export-to", "y"), "--export-to without --export"),
         (("--to", "dsla", "--output", "x", "--seq-len", "4096"), "longer than the 512 tokens"),
@@ -131,6 +133,41 @@ def test_a_conversion_lies_outside_of_its_model(lapcli, teacher, more):
         assert code == 1
         assert said in " ".join(err.split())
     assert sorted(path.name for path in teacher.iterdir()) == before
+
+
+@pytest.mark.parametrize("kernel", ["reference", "chunked"])
+def test_the_kernel_that_is_named_runs_in_every_new_layer(lapcli, teacher, text, tmp_path, monkeypatch, kernel):
+    operator, asked = lapcli_dual_state._operator, []
+
+    def heard(*arguments, **options):
+        asked.append(options["impl"])
+        return operator(*arguments, **options)
+
+    monkeypatch.setattr(lapcli_dual_state, "_operator", heard)
+    # By their loss, layers are replaced before any is trained, too.
+    code, _out, err = lapcli(
+        "convert", teacher, "--to", "dsla", "--fraction", "0.34", "--sensitivity", "loss", "--data", text, *SMALL,
+        "--output", tmp_path / "made", "--kernel", kernel, "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0, err
+    assert len(asked) > 3
+    assert set(asked) == {kernel}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "code", "said"),
+    [
+        ("fla", 1, "--kernel fla cannot run here: "),
+        ("triton", 1, "--kernel triton: layers with gated states have auto, reference, chunked, fla"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused_before_any_work(lapcli, teacher, tmp_path, kernel, code, said):
+    job = ("convert", teacher, "--to", "dsla", "--output", tmp_path / "x", "--kernel", kernel, "--device", "cpu")
+    for more in ((), ("--dry-run",)):
+        found, _out, err = lapcli(*job, *more)
+        assert found == code
+        assert said in " ".join(err.split())
+    assert not (tmp_path / "x").exists()
 
 
 def test_other_models_are_refused(lapcli, tmp_path):
