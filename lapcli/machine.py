@@ -169,7 +169,9 @@ class Machine:
                     raise ModelError(f"--kernel {self.kernel} cannot run here: {wrong}", "use --kernel auto")
                 self._require_fast(self.kernel, "asked for by name")
             else:
-                choice = select_impl(device, dtype, time=2, needs_gradient=needs_gradient, **shape)
+                choice = select_impl(
+                    device, dtype, time=1024, needs_gradient=needs_gradient, value_width=layer.value_width, **shape
+                )
                 self._require_fast(choice.name, choice.reason)
 
     def _require_fast(self, name: str, reason: str) -> None:

@@ -147,7 +147,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
             return Choice(mixer.kernel, "asked for by name")
         return select_impl(
             device or self.device, self.dtype, key_width=mixer.shape.key_width, time=time, gated=mixer.gated,
-            erasing=mixer.erasing, needs_gradient=training,
+            erasing=mixer.erasing, needs_gradient=training, value_width=mixer.shape.value_width,
         )  # fmt: skip
 
     @torch.no_grad()

@@ -584,7 +584,7 @@ def _choose_kernel(
     elif compiled or mixer.released:
         choice = Choice("chunked", "compiled" if compiled else "nothing else computes the released recurrence")
     else:
-        choice = select_impl(device, dtype, time=2, **call)
+        choice = select_impl(device, dtype, time=1024, value_width=mixer.shape.value_width, **call)
     precision = "bf16 products of fp32 weights" if half else "fp32"
     reporter.notice(f"kernel: {choice.name} ({choice.reason}), {precision} on {device}")
 

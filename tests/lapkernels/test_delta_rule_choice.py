@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lapkernels import KernelUnavailable, _triton
-from lapkernels.delta_rule import delta_rule, fla_backend, select_impl, why_not
+from lapkernels.delta_rule import delta_rule, fla_backend, select_impl, triton_backend, why_not
 from lapkernels.testing import delta_rule_inputs
 
 CALL = {"key_width": 64, "time": 512, "gated": True}
@@ -17,8 +17,9 @@ CALL = {"key_width": 64, "time": 512, "gated": True}
 @pytest.fixture
 def hopper(monkeypatch):
     """A machine with fla and a Hopper GPU, as far as the choice can see; returns what sets its triton."""
-    monkeypatch.setattr(fla_backend, "is_installed", lambda package: package != "tilelang")
-    monkeypatch.setattr(fla_backend, "kernels_can_run", lambda device: True)
+    monkeypatch.setattr(fla_backend, "is_installed", lambda package: package == "fla")
+    for backend in (fla_backend, triton_backend):
+        monkeypatch.setattr(backend, "kernels_can_run", lambda device: device.type == "cuda")
     monkeypatch.setattr(fla_backend, "is_hopper", lambda index=0: True)
 
     def set_triton(*version: int) -> None:
@@ -36,23 +37,47 @@ def hopper(monkeypatch):
 def test_the_gated_backward_pass_that_is_wrong_on_hopper(hopper, version, wrong):
     """Case 14: an error when forced, another choice for `auto`, with the reason; only with a gate and a gradient."""
     hopper(*version)
-    choice = select_impl("cuda", torch.bfloat16, needs_gradient=True, **CALL)
-    assert choice.name == ("chunked" if wrong else "fla")
-    assert ("wrong on Hopper" in choice.reason) == wrong
+    assert select_impl("cuda", torch.bfloat16, needs_gradient=True, **CALL).name == "triton"
     forced = why_not("fla", "cuda", torch.bfloat16, key_width=64, gated=True, needs_gradient=True)
-    assert (forced is not None) == wrong
-    assert select_impl("cuda", torch.bfloat16, **CALL).name == "fla"
-    assert select_impl("cuda", torch.bfloat16, needs_gradient=True, **(CALL | {"gated": False})).name == "fla"
+    assert ("wrong on Hopper" in (forced or "")) == wrong
+    assert why_not("fla", "cuda", torch.bfloat16, key_width=64, gated=True) is None
+    assert why_not("fla", "cuda", torch.bfloat16, key_width=64, gated=False, needs_gradient=True) is None
 
 
 def test_an_erase_direction_goes_through_the_gated_kernels(hopper):
-    choice = select_impl("cuda", torch.bfloat16, needs_gradient=True, erasing=True, **(CALL | {"gated": False}))
-    assert choice.name == "chunked"
+    call = {"key_width": 64, "gated": False, "erasing": True, "needs_gradient": True}
+    assert "wrong on Hopper" in why_not("fla", "cuda", torch.bfloat16, **call)
 
 
 def test_tilelang_mends_it(hopper, monkeypatch):
     monkeypatch.setattr(fla_backend, "_tilelang_takes_over", lambda: True)
-    assert select_impl("cuda", torch.bfloat16, needs_gradient=True, **CALL).name == "fla"
+    assert why_not("fla", "cuda", torch.bfloat16, key_width=64, gated=True, needs_gradient=True) is None
+
+
+def test_where_lapkernels_were_not_measured_fla_runs_if_it_is_right(hopper, monkeypatch):
+    monkeypatch.setattr(fla_backend, "is_hopper", lambda index=0: False)
+    assert select_impl("cuda", torch.bfloat16, **CALL).name == "fla"
+    monkeypatch.setattr(fla_backend, "is_installed", lambda package: False)
+    assert select_impl("cuda", torch.bfloat16, **CALL).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({}, "fla"),
+        ({"needs_gradient": True}, "fla"),
+        ({"key_width": 64}, "triton"),
+        ({"value_width": 256}, "triton"),
+        ({"value_width": None}, "triton"),
+        ({"gated": False}, "triton"),
+        ({"erasing": True}, "triton"),
+    ],
+    ids=str,
+)
+def test_flash_qla_through_fla(hopper, monkeypatch, change, name):
+    monkeypatch.setattr(fla_backend, "is_installed", lambda package: True)
+    monkeypatch.setattr(fla_backend, "_tilelang_takes_over", lambda: True)
+    assert select_impl("cuda", torch.bfloat16, **(CALL | {"key_width": 128, "value_width": 128} | change)).name == name
 
 
 @pytest.mark.parametrize(
@@ -63,10 +88,13 @@ def test_tilelang_mends_it(hopper, monkeypatch):
         ("cuda", torch.float32, {}, "chunked", "TF32"),
         ("cuda", torch.float64, {}, "chunked", "no kernel"),
         ("cuda", torch.bfloat16, {"key_width": 320}, "chunked", "256"),
-        ("cuda", torch.bfloat16, {"time": 1}, "fla", "fastest"),
+        ("cuda", torch.bfloat16, {"time": 1}, "fla", "one kernel"),
+        ("cuda", torch.bfloat16, {"time": 64}, "fla", "one kernel"),
+        ("cuda", torch.bfloat16, {"time": 65}, "triton", "fastest"),
+        ("cuda", torch.bfloat16, {"time": 64, "needs_gradient": True}, "triton", "fastest"),
         ("cuda", torch.bfloat16, {"time": 1, "erasing": True}, "reference", "one step"),
     ],
-    ids=["cpu", "cpu_step", "fp32", "fp64", "wide", "gpu_step", "erasing_step"],
+    ids=["cpu", "cpu_step", "fp32", "fp64", "wide", "gpu_step", "short", "longer", "short_gradient", "erasing_step"],
 )
 def test_what_auto_takes(hopper, device, dtype, change, name, reason):
     choice = select_impl(device, dtype, **(CALL | change))

@@ -1,6 +1,6 @@
 """The operator's public function, and the choice of what computes it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,7 @@ def select_impl(
     gated: bool,
     erasing: bool = False,
     needs_gradient: bool = False,
+    value_width: int | None = None,
 ) -> Choice:
     """Say what `impl="auto"` runs for such a call: the fastest one that is right here.
 
@@ -68,18 +69,26 @@ def select_impl(
         gated: whether there is a log decay `g`.
         erasing: whether there is an erase direction of its own, or query feedback.
         needs_gradient: whether a backward pass will follow.
+        value_width: V; `None` where it is not known, then not 128.
     """
     device = torch.device(device)
     if time == 1 and not (device.type == "cuda" and not erasing and dtype in (torch.bfloat16, torch.float16)):
         return Choice("reference", "one step needs no chunks")
-    why = why_not(
-        "fla", device, dtype, key_width=key_width, gated=gated, erasing=erasing, needs_gradient=needs_gradient
-    ) or fla_backend.why_imprecise(dtype)
-    if why is None:
-        return Choice("fla", "fla's kernels are right here and the fastest")
-    unsound = why_not(
-        "chunked", device, dtype, key_width=key_width, gated=gated, erasing=erasing, needs_gradient=needs_gradient
-    )
+    call: dict[str, Any] = {
+        "key_width": key_width, "gated": gated, "erasing": erasing, "needs_gradient": needs_gradient,
+    }  # fmt: skip
+    without_fla = why_not("fla", device, dtype, **call) or fla_backend.why_imprecise(dtype)
+    without_triton = why_not("triton", device, dtype, **call)
+    if without_fla is None:
+        faster = fla_backend.why_faster(device, time, value_width, **call)
+        if faster is not None:
+            return Choice("fla", faster)
+    if without_triton is None:
+        return Choice("triton", "lapkernels' chunks are right here and the fastest")
+    if without_fla is None:
+        return Choice("fla", f"fla's kernels are right here; {without_triton}")
+    why = without_fla if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16) else without_triton
+    unsound = why_not("chunked", device, dtype, **call)
     if unsound is not None:
         return Choice("reference", f"one step after the other: {why}; chunks: {unsound}")
     return Choice("chunked", f"matrix products over chunks in PyTorch: {why}")
@@ -197,6 +206,7 @@ def delta_rule(
             gated=g is not None,
             erasing=erasing,
             needs_gradient=needs_gradient,
+            value_width=sizes.value_width,
         ).name
     else:
         why = why_not(

@@ -65,6 +65,31 @@ def why_imprecise(dtype: torch.dtype) -> str | None:
     return None if dtype in _HALF else f"fla multiplies {dtype} in TF32"
 
 
+def why_faster(
+    device: torch.device,
+    time: int,
+    value_width: int | None,
+    *,
+    key_width: int,
+    gated: bool,
+    erasing: bool,
+    needs_gradient: bool,
+) -> str | None:
+    """Why fla is to be preferred to this folder's own kernels for such a call, or `None` where it is slower.
+
+    Source: `python -m benchmarks.delta_rule` and `lapcli bench operator` on an H200 (docs/performance.md).
+    """
+    if not is_hopper(device.index or 0):
+        return "fla's kernels are right here, and lapkernels' were measured on Hopper alone"
+    if erasing:
+        return None
+    if time <= SHORT and not needs_gradient:
+        return f"fla's recurrence in one kernel is the fastest up to {SHORT} steps"
+    if gated and (key_width, value_width) == (128, 128) and is_installed("flash_qla"):
+        return "fla hands K = V = 128 to FlashQLA, which is the fastest there"
+    return None
+
+
 def delta_rule_fla(
     q: Tensor,
     k: Tensor,

@@ -25,7 +25,8 @@ def why_not_chunks(way: str, shape: Shape, device: torch.device, dtype: torch.dt
     from lapkernels.delta_rule import IMPLEMENTATIONS, select_impl, why_not
 
     call: dict[str, Any] = {"key_width": shape.key_width, "gated": True, "needs_gradient": backward}
-    if way in ("triton", "chunked") and select_impl(device, dtype, time=GATE_TOKENS, **call).name == way:
+    chosen = select_impl(device, dtype, time=GATE_TOKENS, value_width=shape.value_width, **call).name
+    if way in ("triton", "chunked") and chosen == way:
         return "lapcli takes it by itself"
     if way in IMPLEMENTATIONS:
         return why_not(way, device, dtype, **call)
@@ -144,7 +145,13 @@ def _chunk_row(
         detail = (
             "kernel: "
             + select_impl(
-                device, dtype, key_width=shape.key_width, time=cell.tokens, gated=True, needs_gradient=cell.backward
+                device,
+                dtype,
+                key_width=shape.key_width,
+                time=cell.tokens,
+                gated=True,
+                needs_gradient=cell.backward,
+                value_width=shape.value_width,
             ).name
         )
     moved = _chunk_bytes(shape, cell.batch, cell.tokens, dtype) * (3 if cell.backward else 1)

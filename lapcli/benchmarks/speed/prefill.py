@@ -65,7 +65,8 @@ def why_not_way(way: str, model: Model) -> str | None:
 
         mixer = model.ours.mixers()[0]
         call: dict[str, Any] = {"key_width": model.subject.key_width, "gated": mixer.gated, "erasing": mixer.erasing}
-        if select_impl(model.device, model.dtype, time=GATE_TOKENS, **call).name == _KERNELS[way]:
+        choice = select_impl(model.device, model.dtype, time=GATE_TOKENS, value_width=mixer.shape.value_width, **call)
+        if choice.name == _KERNELS[way]:
             return "lapcli takes it by itself"
         return why_not(_KERNELS[way], model.device, model.dtype, **call)
     return None
