@@ -1,12 +1,33 @@
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lapcli.serving import logs
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.testing.serving import local_server
 
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
+
+
+class CaughtAlone:
+    """Standard error where pytest catches it. Between tests, and their phases, it does not, and a server runs on."""
+
+    def write(self, text):
+        if sys.stderr is not sys.__stderr__:
+            sys.stderr.write(text)
+
+    def flush(self):
+        sys.stderr.flush()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_logs_among_pytests_lines(request):
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("capture") != "no":
+            patch.setattr(logs, "sys", SimpleNamespace(stderr=CaughtAlone()))
+        yield
 
 
 @pytest.fixture(scope="session")
