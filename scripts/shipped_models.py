@@ -8,6 +8,8 @@ python scripts/shipped_models.py --check    # fails if the page is stale
 import sys
 from pathlib import Path
 
+from studies.page import filled
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- shipped-models: begin -->", "<!-- shipped-models: end -->"
@@ -22,7 +24,7 @@ def table() -> str:
         size = sum(file.stat().st_size for file in folder.iterdir())
         card = Path("lapcli") / "demo" / folder.name / "README.md"
         lines.append(f"| [`{name}`]({card.as_posix()}) | {what(folder / 'README.md')} | {size / 1e6:.1f} |")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def what(card: Path) -> str:
@@ -39,24 +41,11 @@ def what(card: Path) -> str:
     return sentence + ("." if found else "")
 
 
-def page(text: str) -> str:
-    """A page with the table between its marks.
-
-    Raises:
-        SystemExit: it has no such marks.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise SystemExit(f"{PAGE} needs the lines {BEGIN} and {END} once each, in this order")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    return f"{before}\n{table()}\n{after}"
-
-
 def main() -> None:
     """Write the page, or check it."""
-    text = PAGE.read_text(encoding="utf-8")
-    fresh = page(text)
+    fresh = filled(table(), PAGE, BEGIN, END)
     if sys.argv[1:] == ["--check"]:
-        if text != fresh:
+        if PAGE.read_text(encoding="utf-8") != fresh:
             raise SystemExit(f"{PAGE} is stale; run: python scripts/shipped_models.py")
         return
     PAGE.write_text(fresh, encoding="utf-8")
