@@ -1,11 +1,13 @@
 """Which implementation of a decode operator runs: a PyTorch reference, or one Triton kernel where it can run."""
 
+from dataclasses import dataclass
+
 import torch
 
 from lapkernels import verdicts
 from lapkernels._triton import kernels_can_run
 from lapkernels.delta_rule.api import Choice
-from lapkernels.errors import InvalidInput
+from lapkernels.errors import InvalidInput, KernelUnavailable
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 
@@ -54,3 +56,54 @@ def kernel_or_reference(device: torch.device | str, why: str | None, kernel: str
     if torch.device(device).type == "cpu":
         return Choice("reference", "on a CPU PyTorch is the faster way")
     return Choice("triton", kernel) if why is None else Choice("reference", f"{reference}: {why}")
+
+
+@dataclass(frozen=True)
+class KernelOrReference:
+    """The choice of one operator: its kernel, or its reference.
+
+    Attributes:
+        operator: its name, by which verdicts know it.
+        what: the operator in words.
+        kernel: why the kernel is chosen where it can run.
+        reference: how the reference does it, where the kernel cannot.
+    """
+
+    operator: str
+    what: str
+    kernel: str
+    reference: str
+
+    def why_not(
+        self, impl: str, device: torch.device | str, dtype: torch.dtype, limit: str | None = None
+    ) -> str | None:
+        """Say why an implementation asked for by name cannot run such a call; else `None`.
+
+        Args:
+            impl: its name.
+            device: where the tensors lie.
+            dtype: of the inputs.
+            limit: why the kernel does not take this very call, if so.
+
+        Raises:
+            InvalidInput: `impl` is no implementation of the operator.
+        """
+        return why_no_kernel(self.operator, self.what, impl, device, dtype, limit)
+
+    def select_impl(self, device: torch.device | str, dtype: torch.dtype, limit: str | None = None) -> Choice:
+        """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
+        why = self.why_not("triton", device, dtype, limit)
+        return kernel_or_reference(device, why, self.kernel, self.reference)
+
+    def chosen(self, impl: str, device: torch.device, dtype: torch.dtype, limit: str | None = None) -> str:
+        """What runs, `reference` or `triton`. Arguments as for `why_not`.
+
+        Raises:
+            InvalidInput: `impl` is no implementation of the operator.
+            KernelUnavailable: it was asked for by name and cannot run such a call.
+        """
+        if impl == "auto":
+            return self.select_impl(device, dtype, limit).name
+        if (why := self.why_not(impl, device, dtype, limit)) is not None:
+            raise KernelUnavailable(f"impl='{impl}' for the {self.what}: {why}")
+        return impl

@@ -3,15 +3,13 @@
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
+from lapkernels.decoding.choice import KernelOrReference
 from lapkernels.decoding.configs import StepConfig
 from lapkernels.decoding.rows import ConvState
 from lapkernels.decoding.workspace import Workspace
-from lapkernels.delta_rule.api import Choice
 from lapkernels.delta_step.arguments import StepArguments
 from lapkernels.delta_step.reference import delta_step_reference
 from lapkernels.delta_step.validation import check_arguments
-from lapkernels.errors import KernelUnavailable
 
 
 def allocate_state(
@@ -31,28 +29,13 @@ def allocate_state(
     return torch.zeros(slots, value_heads, key_width, value_width, dtype=dtype, device=device)
 
 
-def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Say why an implementation asked for by name cannot run such a call; else `None`.
-
-    Args:
-        impl: its name.
-        device: where the tensors lie.
-        dtype: of q, k and v.
-
-    Raises:
-        InvalidInput: `impl` is no implementation of the step.
-    """
-    return why_no_kernel("delta_step", "decode step", impl, device, dtype)
-
-
-def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
-    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    return kernel_or_reference(
-        device,
-        why_not("triton", device, dtype),
-        "one kernel that reads and writes the state once",
-        "one token after the other in PyTorch",
-    )
+_CHOICE = KernelOrReference(
+    "delta_step",
+    "decode step",
+    "one kernel that reads and writes the state once",
+    "one token after the other in PyTorch",
+)
+why_not, select_impl = _CHOICE.why_not, _CHOICE.select_impl
 
 
 @torch.no_grad()
@@ -154,16 +137,12 @@ def delta_step(
         q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight,
         gate_activation, lamb, commit, rounding_seed,
     )  # fmt: skip
-    if impl == "auto":
-        impl = select_impl(q.device, q.dtype).name
-    elif (why := why_not(impl, q.device, q.dtype)) is not None:
-        raise KernelUnavailable(f"impl='{impl}' for the decode step: {why}")
     factor: float = sizes.key_width**-0.5 if scale is None else scale
     arguments = StepArguments(
         q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight, norm_eps,
         gate_activation, lamb, strength, factor, qk_l2norm, (silu_q, silu_k, silu_v), commit, rounding_seed,
     )  # fmt: skip
-    if impl == "triton":
+    if _CHOICE.chosen(impl, q.device, q.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.delta_step.triton_launch import delta_step_triton
 

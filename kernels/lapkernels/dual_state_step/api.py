@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
+from lapkernels.decoding.choice import KernelOrReference
 from lapkernels.decoding.configs import StepConfig
-from lapkernels.delta_rule.api import Choice
 from lapkernels.dual_state_step.reference import dual_state_step_reference
 from lapkernels.dual_state_step.validation import check_arguments
-from lapkernels.errors import KernelUnavailable
 
 
 def allocate_state(
@@ -25,28 +23,13 @@ def allocate_state(
     return torch.zeros(slots, states, heads, key_width, value_width, dtype=dtype, device=device)
 
 
-def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Say why an implementation asked for by name cannot run such a call; else `None`.
-
-    Args:
-        impl: its name.
-        device: where the tensors lie.
-        dtype: of q, k and v.
-
-    Raises:
-        InvalidInput: `impl` is no implementation of the step.
-    """
-    return why_no_kernel("dual_state_step", "step of gated states", impl, device, dtype)
-
-
-def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
-    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    return kernel_or_reference(
-        device,
-        why_not("triton", device, dtype),
-        "one kernel that reads and writes each state once",
-        "one token after the other in PyTorch",
-    )
+_CHOICE = KernelOrReference(
+    "dual_state_step",
+    "step of gated states",
+    "one kernel that reads and writes each state once",
+    "one token after the other in PyTorch",
+)
+why_not, select_impl = _CHOICE.why_not, _CHOICE.select_impl
 
 
 @torch.no_grad()
@@ -102,13 +85,9 @@ def dual_state_step(
     Source: DSLA arXiv 2506.09316.
     """
     check_arguments(q, k, v, state, gate, mixture, normaliser, position, slots, commit)
-    if impl == "auto":
-        impl = select_impl(q.device, q.dtype).name
-    elif (why := why_not(impl, q.device, q.dtype)) is not None:
-        raise KernelUnavailable(f"impl='{impl}' for the step of gated states: {why}")
     factor: float = q.shape[3] ** -0.5 if scale is None else scale
     arguments = (q, k, v, state, gate, mixture, normaliser, floor, factor, position, slots, commit)
-    if impl == "triton":
+    if _CHOICE.chosen(impl, q.device, q.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.dual_state_step.triton_launch import dual_state_step_triton
 

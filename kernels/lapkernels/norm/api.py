@@ -2,11 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
-from lapkernels.delta_rule.api import Choice
+from lapkernels.decoding.choice import KernelOrReference
 from lapkernels.errors import KernelUnavailable
 from lapkernels.norm.reference import rms_norm_reference, swiglu_reference
 from lapkernels.norm.validation import check_gated, check_norm
@@ -27,25 +25,8 @@ class NormOutput(NamedTuple):
     residual: Tensor
 
 
-def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Say why an implementation asked for by name cannot run such a call; else `None`.
-
-    Args:
-        impl: its name.
-        device: where the tensors lie.
-        dtype: of x.
-
-    Raises:
-        InvalidInput: there is no such implementation.
-    """
-    return why_no_kernel("norm", "norm", impl, device, dtype)
-
-
-def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
-    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    return kernel_or_reference(
-        device, why_not("triton", device, dtype), "one kernel that reads its input once", "in PyTorch"
-    )
+_CHOICE = KernelOrReference("norm", "norm", "one kernel that reads its input once", "in PyTorch")
+why_not, select_impl = _CHOICE.why_not, _CHOICE.select_impl
 
 
 def rms_norm(
@@ -77,7 +58,7 @@ def rms_norm(
         KernelUnavailable: an `impl` asked for by name that cannot run here.
     """
     check_norm(x, weight, residual)
-    if _chosen(impl, x) == "triton":
+    if _CHOICE.chosen(impl, x.device, x.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.norm.triton_norm import rms_norm_triton
 
@@ -103,18 +84,9 @@ def swiglu(x: Tensor, *, impl: str = "auto") -> Tensor:
         KernelUnavailable: an `impl` asked for by name that cannot run here.
     """
     check_gated(x)
-    if _chosen(impl, x) == "triton":
+    if _CHOICE.chosen(impl, x.device, x.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.norm.triton_norm import swiglu_triton
 
         return swiglu_triton(x)
     return swiglu_reference(x)
-
-
-def _chosen(impl: str, x: Tensor) -> str:
-    if impl == "auto":
-        return select_impl(x.device, x.dtype).name
-    why = why_not(impl, x.device, x.dtype)
-    if why is not None:
-        raise KernelUnavailable(f"impl='{impl}' for the norm: {why}")
-    return impl

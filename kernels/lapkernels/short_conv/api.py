@@ -3,32 +3,14 @@
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
-from lapkernels.delta_rule.api import Choice
-from lapkernels.errors import KernelUnavailable
+from lapkernels.decoding.choice import KernelOrReference
 from lapkernels.short_conv.reference import short_conv_reference
 from lapkernels.short_conv.validation import check_arguments
 
-
-def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Say why an implementation asked for by name cannot run such a call; else `None`.
-
-    Args:
-        impl: its name.
-        device: where the tensors lie.
-        dtype: of x.
-
-    Raises:
-        InvalidInput: there is no such implementation.
-    """
-    return why_no_kernel("short_conv", "short convolution", impl, device, dtype)
-
-
-def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
-    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    return kernel_or_reference(
-        device, why_not("triton", device, dtype), "one kernel that reads its input once", "a tap at a time in PyTorch"
-    )
+_CHOICE = KernelOrReference(
+    "short_conv", "short convolution", "one kernel that reads its input once", "a tap at a time in PyTorch"
+)
+why_not, select_impl = _CHOICE.why_not, _CHOICE.select_impl
 
 
 @torch.no_grad()
@@ -54,11 +36,7 @@ def short_conv(
         KernelUnavailable: an `impl` asked for by name that cannot run here.
     """
     check_arguments(x, weight, state)
-    if impl == "auto":
-        impl = select_impl(x.device, x.dtype).name
-    elif (why := why_not(impl, x.device, x.dtype)) is not None:
-        raise KernelUnavailable(f"impl='{impl}' for the short convolution: {why}")
-    if impl == "triton":
+    if _CHOICE.chosen(impl, x.device, x.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.short_conv.triton_conv import short_conv_triton
 

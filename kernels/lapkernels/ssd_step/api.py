@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
+from lapkernels.decoding.choice import KernelOrReference
 from lapkernels.decoding.configs import StepConfig
 from lapkernels.decoding.rows import ConvState
 from lapkernels.decoding.workspace import Workspace
-from lapkernels.delta_rule.api import Choice
-from lapkernels.errors import KernelUnavailable
 from lapkernels.ssd_step.reference import ssd_step_reference
 from lapkernels.ssd_step.validation import check_arguments
 
@@ -30,28 +28,13 @@ def allocate_state(
     return torch.zeros(slots, heads, state_width, head_width, dtype=dtype, device=device).transpose(-1, -2)
 
 
-def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Say why an implementation asked for by name cannot run such a call; else `None`.
-
-    Args:
-        impl: its name.
-        device: where the tensors lie.
-        dtype: of x, B and C.
-
-    Raises:
-        InvalidInput: `impl` is no implementation of the step.
-    """
-    return why_no_kernel("ssd_step", "Mamba-2 step", impl, device, dtype)
-
-
-def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
-    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    return kernel_or_reference(
-        device,
-        why_not("triton", device, dtype),
-        "one kernel that reads and writes the state once",
-        "one token after the other in PyTorch",
-    )
+_CHOICE = KernelOrReference(
+    "ssd_step",
+    "Mamba-2 step",
+    "one kernel that reads and writes the state once",
+    "one token after the other in PyTorch",
+)
+why_not, select_impl = _CHOICE.why_not, _CHOICE.select_impl
 
 
 @torch.no_grad()
@@ -137,15 +120,11 @@ def ssd_step(
         x, B, C, dt, state, A_log, D, dt_bias, dt_limit, conv, position, slots, gate, norm_weight, norm_groups,
         commit, rounding_seed,
     )  # fmt: skip
-    if impl == "auto":
-        impl = select_impl(x.device, x.dtype).name
-    elif (why := why_not(impl, x.device, x.dtype)) is not None:
-        raise KernelUnavailable(f"impl='{impl}' for the Mamba-2 step: {why}")
     arguments = (
         x, B, C, dt, state, A_log, D, dt_bias, dt_limit, conv, position, slots, gate, norm_weight, norm_groups,
         norm_eps, gate_first, silu, commit, rounding_seed,
     )  # fmt: skip
-    if impl == "triton":
+    if _CHOICE.chosen(impl, x.device, x.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.ssd_step.triton_launch import ssd_step_triton
 

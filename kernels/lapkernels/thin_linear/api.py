@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
+from lapkernels.decoding.choice import KernelOrReference
 from lapkernels.delta_rule.api import Choice
-from lapkernels.errors import KernelUnavailable
 from lapkernels.thin_linear.reference import thin_linear_reference
 from lapkernels.thin_linear.validation import check_arguments
 
@@ -29,6 +28,9 @@ class Normed(NamedTuple):
     offset: float = 0.0
 
 
+_CHOICE = KernelOrReference("thin_linear", "thin layer", "one kernel that reads the matrix once", "in PyTorch")
+
+
 def why_not(impl: str, device: torch.device | str, dtype: torch.dtype, rows: int = 1) -> str | None:
     """Say why an implementation asked for by name cannot run such a call; else `None`.
 
@@ -41,15 +43,16 @@ def why_not(impl: str, device: torch.device | str, dtype: torch.dtype, rows: int
     Raises:
         InvalidInput: there is no such implementation.
     """
-    limit = None if rows <= MOST_ROWS else f"its kernel takes {MOST_ROWS} rows at most, not {rows}"
-    return why_no_kernel("thin_linear", "thin layer", impl, device, dtype, limit)
+    return _CHOICE.why_not(impl, device, dtype, _limit(rows))
 
 
 def select_impl(device: torch.device | str, dtype: torch.dtype, rows: int = 1) -> Choice:
     """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    return kernel_or_reference(
-        device, why_not("triton", device, dtype, rows), "one kernel that reads the matrix once", "in PyTorch"
-    )
+    return _CHOICE.select_impl(device, dtype, _limit(rows))
+
+
+def _limit(rows: int) -> str | None:
+    return None if rows <= MOST_ROWS else f"its kernel takes {MOST_ROWS} rows at most, not {rows}"
 
 
 def thin_linear(
@@ -89,12 +92,8 @@ def thin_linear(
         KernelUnavailable: an `impl` asked for by name that cannot run here.
     """
     check_arguments(x, weight, bias, None if norm is None else norm.weight, gated, residual)
-    if impl == "auto":
-        impl = select_impl(x.device, weight.dtype, len(x)).name
-    elif (why := why_not(impl, x.device, weight.dtype, len(x))) is not None:
-        raise KernelUnavailable(f"impl='{impl}' for the thin layer: {why}")
     parts = (None, 0.0, 0.0) if norm is None else norm
-    if impl == "triton":
+    if _CHOICE.chosen(impl, x.device, weight.dtype, _limit(len(x))) == "triton":
         # Here, since it imports triton.
         from lapkernels.thin_linear.triton_thin import thin_linear_triton
 
