@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lapcli.analysis.filters import SIDES
+from lapcli.analysis.findings import LayerFindings
 from lapcli.analysis.spectra import pearson
-from lapcli.analysis.states import LayerFindings
 
 ROUNDING = 1e-6
 """By how much, relatively, a bound may seem to be missed."""

@@ -59,8 +59,16 @@ def spectrum(state: Tensor) -> Spectrum:
     Args:
         state: `[..., K, V]`; orientation does not matter.
     """
-    floor = spectrum_floor(state)
-    squares = squared_singular_values(state)
+    return spectrum_of(squared_singular_values(state), spectrum_floor(state))
+
+
+def spectrum_of(squares: Tensor, floor: float) -> Spectrum:
+    """What follows from the squared singular values of states.
+
+    Args:
+        squares: descending, fp64 `[..., min(K, V)]`.
+        floor: see `spectrum_floor`.
+    """
     largest, least = squares[..., 0], squares[..., -1]
     there = largest > 0
     rank = torch.where(there, squares.sum(-1) / largest, 0.0)
@@ -68,11 +76,15 @@ def spectrum(state: Tensor) -> Spectrum:
     return Spectrum(squares, rank, 1 / share.clamp(min=floor), share < floor)
 
 
+def gram(matrix: Tensor) -> Tensor:
+    """The Gram matrix of the shorter side of `[..., m, n]`, fp64 `[..., min(m, n), min(m, n)]`."""
+    wide = matrix.double()
+    return wide @ wide.mT if wide.shape[-2] <= wide.shape[-1] else wide.mT @ wide
+
+
 def squared_singular_values(matrix: Tensor) -> Tensor:
     """`sigma_i^2` of `[..., m, n]`, descending, fp64 `[..., min(m, n)]`."""
-    wide = matrix.double()
-    gram = wide @ wide.mT if wide.shape[-2] <= wide.shape[-1] else wide.mT @ wide
-    return torch.linalg.eigvalsh(gram).flip(-1).clamp(min=0)
+    return torch.linalg.eigvalsh(gram(matrix)).flip(-1).clamp(min=0)
 
 
 class KeyBound(NamedTuple):
@@ -88,8 +100,27 @@ class KeyBound(NamedTuple):
     margin: Tensor
 
 
-def key_bound(state: Tensor, rank: Tensor, gram: Tensor) -> KeyBound:
+def key_bound(state: Tensor, rank: Tensor, keys: Tensor) -> KeyBound:
     """Hold the effective rank of states against what wrote them.
+
+    Args:
+        state: `[..., HV, K, V]`.
+        rank: their effective rank `[..., HV]`.
+        keys: `K K^T` of the keys so far, fp64 `[..., H, K, K]`; value head j reads key head `j // (HV // H)`.
+
+    Source: arXiv 2602.04852, Eq. 4 and App. F.1.
+    """
+    values = torch.linalg.eigvalsh(keys)
+    ends = values[..., 0], values[..., -1]
+    identity = torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device)
+    # A factor is wanted of those alone that have one.
+    spanning = torch.where(_span(*ends, keys.shape[-1])[..., None, None], keys, identity)
+    squares = squared_singular_values(written(state, spanning))
+    return key_bound_of(rank, *ends, keys.shape[-1], squares.sum(-1) / squares[..., 0])
+
+
+def written(state: Tensor, keys: Tensor) -> Tensor:
+    """A matrix with the singular values of what the keys can write of the pseudo-values.
 
     A state is `S = K V^T` with the keys so far in the columns of `K` and pseudo-values in those of `V`, decays and
     corrections included. The part of `V` that the keys can write is `S^T (K K^T)^-1 K`, whatever `V` was, and its
@@ -97,24 +128,37 @@ def key_bound(state: Tensor, rank: Tensor, gram: Tensor) -> KeyBound:
 
     Args:
         state: `[..., HV, K, V]`.
-        rank: their effective rank `[..., HV]`.
-        gram: `K K^T` of the keys so far, fp64 `[..., H, K, K]`; value head j reads key head `j // (HV // H)`.
+        keys: `K K^T`, fp64 `[..., H, K, K]`.
 
-    Source: arXiv 2602.04852, Eq. 4 and App. F.1.
+    Returns:
+        fp64 `[..., HV, K, V]`; of no meaning where the keys do not span all channels.
     """
-    values = torch.linalg.eigvalsh(gram)
-    least, largest = values[..., 0], values[..., -1]
-    spans = least > gram.shape[-1] * _EPS * largest
+    factor, _info = torch.linalg.cholesky_ex(keys)
+    shared = state.shape[-3] // keys.shape[-3]
+    return torch.linalg.solve_triangular(factor.repeat_interleave(shared, -3), state.double(), upper=False)
+
+
+def key_bound_of(rank: Tensor, least: Tensor, largest: Tensor, width: int, nu: Tensor) -> KeyBound:
+    """The bound, from eigenvalues.
+
+    Args:
+        rank: effective rank of the states, `[..., HV]`.
+        least: the smallest eigenvalue of `K K^T`, `[..., H]`.
+        largest: the largest.
+        width: K.
+        nu: effective rank of what the keys can write of the pseudo-values, `[..., HV]`.
+    """
+    spans = _span(least, largest, width)
     kappa = torch.where(spans, largest / torch.where(spans, least, 1.0), torch.inf).sqrt()
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor, _info = torch.linalg.cholesky_ex(torch.where(spans[..., None, None], gram, identity))
-    shared = state.shape[-3] // gram.shape[-3]
-    written = torch.linalg.solve_triangular(factor.repeat_interleave(shared, -3), state.double(), upper=False)
-    squares = squared_singular_values(written)
-    nu = squares.sum(-1) / squares[..., 0]
+    shared = rank.shape[-1] // least.shape[-1]
     margin = rank * kappa.repeat_interleave(shared, -1).square() / nu
     usable = spans.repeat_interleave(shared, -1) & (rank > 0)
     return KeyBound(kappa, torch.where(usable, margin, torch.nan))
+
+
+def _span(least: Tensor, largest: Tensor, width: int) -> Tensor:
+    """Whether keys span all channels, as far as fp64 tells."""
+    return least > width * _EPS * largest
 
 
 def pearson(x: Tensor, y: Tensor) -> float | None:

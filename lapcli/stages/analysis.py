@@ -25,8 +25,9 @@ from lapcli.analysis.selections import (
 )
 from lapcli.analysis.settings import AnalysisSettings
 from lapcli.analysis.stability import TRACKED_ROWS, TRACKED_TOKENS, rows_at_once, summary, track_layers
-from lapcli.analysis.states import Walker, bytes_per_sample, walk
+from lapcli.analysis.states import Walker, bytes_per_sample
 from lapcli.analysis.tables import write_tables
+from lapcli.analysis.walking import walk
 from lapcli.artifacts import (
     ANALYSIS_FILE,
     Artifact,
@@ -50,6 +51,8 @@ from lapcli.stages.lineage import existing_result, refuse_other_model
 
 _STATE_BYTES = {"cpu": 512 << 20, "cuda": 8 << 30}
 _TOKENS_AT_ONCE = {"cpu": 8192, "cuda": 32768}
+_LONGEST = {"cuda": 64}
+"""Up to so many tokens fla goes step by step; for more it has kernels whose configurations it would have to search."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ def _measure(
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with on_device, reporter.task("looking at states", total=total, unit="tokens") as task:
         batch = _batch(plan.layers, settings, device.type)
-        found = walk(walkers, blocks.ids, positions, batch=batch, advance=task.advance)
+        found = walk(walkers, blocks.ids, positions, batch=batch, longest=_LONGEST.get(device.type), progress=task)
     tensors: dict[str, Tensor] = {"positions": torch.tensor(positions)}
     for label, layers in found.items():
         for index, layer in layers.items():
@@ -316,7 +319,8 @@ def _batch(layers: Mapping[str, Sequence[StatefulLayer]], settings: AnalysisSett
     # Twice of each: what the base's inputs make of the others takes as much again, without the keys.
     each = 2 * sum(bytes_per_sample(found) for found in layers.values())
     by_states = _STATE_BYTES.get(device, _STATE_BYTES["cpu"]) // each
-    by_tokens = _TOKENS_AT_ONCE.get(device, _TOKENS_AT_ONCE["cpu"]) // (settings.skip + settings.stride)
+    longest = min(settings.skip + settings.stride, _LONGEST.get(device, settings.seq_len))
+    by_tokens = _TOKENS_AT_ONCE.get(device, _TOKENS_AT_ONCE["cpu"]) // longest
     return max(1, min(by_states, by_tokens, settings.samples))
 
 

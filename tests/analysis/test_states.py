@@ -7,7 +7,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lapcli.models.mixer
 from lapcli.analysis.spectra import spectrum
-from lapcli.analysis.states import Walker, _Keys, walk
+from lapcli.analysis.states import Walker, _Keys
+from lapcli.analysis.walking import walk
 from lapcli.errors import ModelError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
