@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lapkernels.decoding.choice import KernelOrReference
 from lapkernels.decoding.configs import StepConfig
+from lapkernels.dual_state_step.arguments import StepArguments
 from lapkernels.dual_state_step.reference import dual_state_step_reference
 from lapkernels.dual_state_step.validation import check_arguments
 
@@ -86,10 +87,10 @@ def dual_state_step(
     """
     check_arguments(q, k, v, state, gate, mixture, normaliser, position, slots, commit)
     factor: float = q.shape[3] ** -0.5 if scale is None else scale
-    arguments = (q, k, v, state, gate, mixture, normaliser, floor, factor, position, slots, commit)
+    arguments = StepArguments(q, k, v, state, gate, mixture, normaliser, floor, factor, position, slots, commit)
     if _CHOICE.chosen(impl, q.device, q.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.dual_state_step.triton_launch import dual_state_step_triton
 
-        return dual_state_step_triton(*arguments, config=config)
-    return dual_state_step_reference(*arguments)
+        return dual_state_step_triton(arguments, config)
+    return dual_state_step_reference(arguments)

@@ -5,26 +5,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapkernels.decoding.reference import live_rows, starting_states, write_states
+from lapkernels.dual_state_step.arguments import StepArguments
 
 
-def dual_state_step_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    gate: Tensor,
-    mixture: Tensor,
-    normaliser: float,
-    floor: float,
-    scale: float,
-    position: Tensor | None,
-    slots: Tensor | None,
-    commit: Tensor | None,
-) -> Tensor:
-    """Run the step. Arguments as `dual_state_step` has checked and completed them; returns `[batch, T, HQ, V]`.
+def dual_state_step_reference(arguments: StepArguments) -> Tensor:
+    """Run the step; returns `[batch, T, HQ, V]`.
 
     Waits for the device: which rows have a slot is read on the host.
     """
+    q, k, v, state, gate, mixture, normaliser, floor, scale, position, slots, commit = arguments
     batch, time, query_heads, _ = q.shape
     heads, value_width, states = k.shape[2], v.shape[3], len(mixture)
     output = v.new_zeros(batch, time, query_heads, value_width)

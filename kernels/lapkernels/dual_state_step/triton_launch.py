@@ -7,25 +7,13 @@ from torch import Tensor
 
 from lapkernels.decoding.configs import StepConfig, choose_config, power_of_two
 from lapkernels.decoding.rows import check_kept_dtype
+from lapkernels.dual_state_step.arguments import StepArguments
 from lapkernels.dual_state_step.triton_step import dual_state_step_kernel
 
 
-def dual_state_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    gate: Tensor,
-    mixture: Tensor,
-    normaliser: float,
-    floor: float,
-    scale: float,
-    position: Tensor | None,
-    slots: Tensor | None,
-    commit: Tensor | None,
-    config: StepConfig | None = None,
-) -> Tensor:
-    """Run the step. Arguments as `dual_state_step` has checked and completed them; returns `[batch, T, HQ, V]`."""
+def dual_state_step_triton(arguments: StepArguments, config: StepConfig | None = None) -> Tensor:
+    """Run the step; returns `[batch, T, HQ, V]`."""
+    q, k, v, state, gate, mixture, normaliser, floor, scale, position, slots, commit = arguments
     batch, time, query_heads, key_width = q.shape
     heads, value_width, states = k.shape[2], v.shape[3], len(mixture)
     check_kept_dtype(state)
