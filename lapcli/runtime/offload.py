@@ -51,7 +51,6 @@ class Offload:
         self._places: list[Projections] = []
         self._queues: list[deque[int]] = []
         self._under_way: dict[int, Any] = {}
-        self._converted = -1
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -108,7 +107,7 @@ class Offload:
 
     def use(self, layer: int, converted: int) -> None:
         """Let the current stream wait until a layer's weights have come."""
-        if layer not in self._under_way or converted != self._converted:
+        if layer not in self._under_way:
             self._begin(layer, converted)
         arrived = self._under_way.pop(layer)
         if arrived is not None:
@@ -120,7 +119,7 @@ class Offload:
 
     def _begin(self, layer: int, converted: int) -> None:
         """A pass begins; what one that failed left under way is of no use."""
-        self._converted, self._under_way = converted, {}
+        self._under_way = {}
         needed = [each for each in self._held if each >= layer and self._rank[each] >= converted]
         self._queues = [deque(each for each in needed if self._place[each] == place) for place in (0, 1)]
         for place in (0, 1):

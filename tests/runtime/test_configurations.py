@@ -1,15 +1,18 @@
 """Rows of several configurations in one engine: each gets what the exported model of its own gives it alone."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lapcli.errors import ArtifactError, ModelError, UsageError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.runtime.configurations import Convertible, load_convertible
 from lapcli.runtime.either import Either
+from lapcli.runtime.offload import Offload
 from lapcli.stages.linearising import export_prefix
 from lapcli.testing.decoding import distance, full_logits, prompts_of
 from lapcli.testing.dual_state import tiny_conversion
@@ -294,6 +297,34 @@ def test_offloading_brings_what_is_needed_and_survives_a_pass_that_failed(made, 
         row.append(8)
         found = engine.step([8], slots[2:])[0]
         assert distance(found, full_logits(models[0], row)) < FP32
+
+
+def test_passes_that_fail_anywhere_leave_no_wrong_weights():
+    """Passes of random configurations, half of which stop within a layer: what is used is always the layer's own."""
+    generator = random.Random(0)
+    for _ in range(60):
+        offload, ranks = Offload(torch.device("cpu")), generator.sample(range(4), 4)
+        for layer, rank in enumerate(ranks):
+            inputs, output = [nn.Linear(2, 3), nn.Linear(2, 2)], nn.Linear(3, 2)
+            for linear in (*inputs, output):
+                for parameter in linear.requires_grad_(False).parameters():
+                    parameter.fill_(float(layer))
+            offload.keep(layer, rank, inputs, output)
+        for _ in range(40):
+            converted = generator.randrange(5)
+            needed = [layer for layer, rank in enumerate(ranks) if rank >= converted]
+            fails = generator.choice([*needed, *[None] * len(needed)]) if needed else None
+            for layer in needed:
+                offload.use(layer, converted)
+                place = offload.place(layer)
+                assert place.bias is not None
+                # Behind the rows of the layers lies padding.
+                for tensor in (place.weight[:5], place.bias[:5], place.output, place.output_bias):
+                    assert tensor is not None
+                    assert tensor.eq(layer).all()
+                if layer == fails:
+                    break
+                offload.done(layer)
 
 
 def test_two_engines_one_after_the_other_on_one_model(made):
