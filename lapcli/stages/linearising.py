@@ -37,7 +37,7 @@ from lapcli.families.source import (
 from lapcli.linearising.chain import Chain
 from lapcli.linearising.layer_order import layer_order
 from lapcli.linearising.plan import SUMMARY_FILE, LinearisingPlan, Place, Shape
-from lapcli.linearising.record import MEND, converted, measured, stored, summarise
+from lapcli.linearising.record import MEND, checked, converted, measured, summarise
 from lapcli.linearising.settings import LinearisingSettings, layers_of
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter, SilentReporter
@@ -213,8 +213,8 @@ def export_prefix(
         ArtifactError: so many layers were not converted; something else lies at `output`; a full disk.
     """
     place = Place(root)
-    found = stored(place)
     base = resolve_model(str(place.base))
+    found = checked(place, base)
     count = Shape.of(base.config).layers
     if number > len(found):
         raise ArtifactError(
@@ -222,11 +222,6 @@ def export_prefix(
             f"lapcli convert MODEL --to dsla --fraction {number / count:.4g} --output {root}",
         )
     chosen = found[:number]
-    if any(each.lineage.model.get("digest") != base.digest for each in chosen):
-        raise ArtifactError(
-            f"{place.base} is not the model whose layers lie in {place.prefixes}: it has changed since",
-            "put it back, or convert the model again with --overwrite",
-        )
     lineage = Lineage(
         kind="model",
         model=base.describe(),
