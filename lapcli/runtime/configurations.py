@@ -27,8 +27,8 @@ class Configuration(NamedTuple):
         name: `n-of-L`; `base` for a model that comes in one configuration.
         converted: n, layers that are states.
         layers: L, all of them.
-        fixed_bytes: what a row takes whatever its length.
-        token_bytes: what each of its tokens takes besides.
+        fixed_bytes: of a row's states; its slot has room for those of the configuration that converts the most.
+        token_bytes: of keys and values, for each token of a row.
         quality: what was measured when it was converted: `cross_entropy` and `perplexity` on held-out text, `increase`
             of the perplexity over the base's (0.05 is five per cent), `kl` from it, `tasks` with their scores.
     """
