@@ -15,6 +15,7 @@ from lapcli.families.source import resolve_model
 from lapcli.linearising.settings import DistillationSettings, LayerSettings, LinearisingSettings, SensitivitySettings
 from lapcli.machine import Machine
 from lapcli.reporting import SilentReporter
+from lapcli.runtime import Engine
 from lapcli.stages.linearising import export_prefix, linearise_into, number_of, plan_linearising
 from lapcli.testing.dual_state import tiny_source
 from lapcli.testing.oracle import relative_error
@@ -273,6 +274,25 @@ def test_exports(done, tmp_path):
         export_prefix(root, 1, tmp_path / "foreign")
 
 
+def test_an_engine_runs_all_of_its_prefixes_at_once(done, tmp_path):
+    """As the exported models do, and knows of each what the summary says."""
+    root, _result = done
+    runtime = Engine.load(root, max_rows=4, max_length=128)
+    summary = json.loads((root / "conversion.json").read_text())
+    measured = [{**summary["teacher"], "kl": 0.0}, *summary["prefixes"]]
+    ids, names = IDS[0].tolist(), [each.name for each in runtime.configurations]
+    for number, found in enumerate(runtime.prefill_rows([ids] * 4, configurations=names)):
+        path = tmp_path / str(number) if number else root / "base"
+        if number:
+            export_prefix(root, number, path)
+        assert relative_error(found.logits, logits(resolve_model(str(path)))[0, -1]) < 1e-5
+        quality = runtime.configurations[number].quality
+        for name in ("cross_entropy", "perplexity", "kl"):
+            assert quality[name] == pytest.approx(measured[number][name])
+        increase = measured[number]["perplexity"] / summary["teacher"]["perplexity"] - 1
+        assert quality["increase"] == pytest.approx(increase)
+
+
 def test_a_teacher_that_changed_is_noticed(done, tmp_path):
     root, _result = done
     # A copy of the directory has no hard links.
@@ -283,6 +303,8 @@ def test_a_teacher_that_changed_is_noticed(done, tmp_path):
     weights.write_bytes(content)
     with pytest.raises(ArtifactError, match="has changed since"):
         export_prefix(tmp_path / "copy", 1, tmp_path / "model")
+    with pytest.raises(ArtifactError, match="has changed since"):
+        Engine.load(tmp_path / "copy")
 
 
 def test_half_precision_on_a_cpu_is_refused(source, text, tmp_path):
