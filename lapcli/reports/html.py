@@ -6,6 +6,12 @@ import re
 from lapcli.reports.charts import draw
 from lapcli.reports.document import Block, Chart, Document, Items, Listing, Paragraph, Picture, Table, markup
 
+_LEAST = 0.75 * 96 / 150
+"""Of a picture's width in its own pixels: three quarters of the size that it was drawn for, 150 pixels to the inch."""
+
+_COLUMN = 608
+"""Pixels of a column of figures, as below (38rem)."""
+
 _STYLE = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
@@ -20,7 +26,7 @@ a { color: #0b4a8f; }
 .box:focus { outline: 2px solid #0b4a8f; outline-offset: 2px; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding-bottom: .4rem; }
-caption span { position: sticky; left: 0; display: inline-block; max-width: calc(100vw - 2rem); white-space: normal; }
+caption span { position: sticky; left: 0; display: inline-block; max-width: calc(100vw - 3rem); white-space: normal; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: right; vertical-align: top; white-space: nowrap; }
 th.text, td.text { text-align: left; }
 table.facts td.text { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
@@ -31,6 +37,8 @@ pre { background: #f4f4f4; padding: .75rem; margin: 0; font-size: .8125rem; }
 figure { margin: 1.25rem 0; max-width: 38rem; }
 figure svg, figure img { width: 100%; height: auto; display: block; }
 figcaption { font-weight: 600; margin-bottom: .3rem; }
+figure .box { margin: 0; }
+figure.wide { max-width: none; grid-column: 1 / -1; }
 @media (min-width: 60rem) { .figures { display: grid; grid-template-columns: 1fr 1fr; gap: 0 2rem; } }
 @media print {
   body { font-size: 10pt; max-width: none; padding: 0; }
@@ -41,6 +49,7 @@ figcaption { font-weight: 600; margin-bottom: .3rem; }
   th, td { white-space: normal; padding-right: .4rem; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; }
   h2 { break-after: avoid; }
+  figure img { min-width: 0 !important; }
   figure, tr { break-inside: avoid; }
   thead { display: table-header-group; }
   a { color: inherit; text-decoration: none; }
@@ -94,9 +103,17 @@ def _block(block: Block, name: str) -> str:
         case Chart():
             return f"<figure><figcaption>{markup(block.title)}</figcaption>{draw(block, name)}</figure>"
         case Picture():
-            data = base64.b64encode(block.data).decode()
-            image = f'<img alt="{markup(block.description)}" src="data:image/png;base64,{data}">'
-            return f"<figure><figcaption>{markup(block.title)}</figcaption>{image}</figure>"
+            return _picture(block)
+
+
+def _picture(picture: Picture) -> str:
+    """A picture that keeps a size at which its text can be read, and scrolls where the page has no room for that."""
+    least = round(_LEAST * int.from_bytes(picture.data[16:20], "big"))
+    wide = ' class="wide"' if least > _COLUMN else ""
+    data = base64.b64encode(picture.data).decode()
+    image = f'<img alt="{markup(picture.description)}" style="min-width: {least}px" src="data:image/png;base64,{data}">'
+    box = f'<div class="box" tabindex="0" role="region" aria-label="{markup(picture.title)}">{image}</div>'
+    return f"<figure{wide}><figcaption>{markup(picture.title)}</figcaption>{box}</figure>"
 
 
 def _table(table: Table) -> str:

@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import struct
 import xml.etree.ElementTree as ElementTree
+import zlib
 from html.parser import HTMLParser
 
 import pytest
@@ -24,6 +26,7 @@ from lapcli.reports.sections import compose
 from lapcli.stages.evaluation_file import write_evaluation
 from lapcli.stages.reporting import report
 from lapcli.sweeps.record import SweepDirectory, SweepRecord
+from lapcli.testing import browser
 
 EVIL = "<script>alert(1)</script>|`x`\x1b[31m\"'&"
 VOID = {"meta", "img", "br", "link", "input"}
@@ -282,6 +285,67 @@ def test_awkward_charts_are_drawn_all_the_same(values, log):
     ElementTree.fromstring(text)
     assert "nan" not in text
     assert "inf" not in text.replace("infinite", "")
+
+
+def test_an_error_bar_reaches_as_far_as_the_error():
+    line = Series("a", (Point(0, 10.0, 5.0), Point(1, 10.0), Point(2, 15.0), Point(3, 5.0)))
+    root = ElementTree.fromstring(draw(Chart("title", "a description", "x", "y", (line,)), "f1"))
+    ys = [float(circle.get("cy")) for circle in root.findall(f".//{SVG}circle")]
+    (bar,) = (
+        path.get("d") for path in root.iter(f"{SVG}path") if "h8" in path.get("d", "") and "z" not in path.get("d")
+    )
+    top, bottom = re.match(r"M[\d.]+ ([\d.]+)V([\d.]+)M", bar).groups()
+    assert [float(top), float(bottom)] == pytest.approx([ys[2], ys[3]], abs=0.11)
+
+
+LAID_OUT = """(() => {
+  const sizes = [...document.querySelectorAll("body *")]
+    .filter(e => !e.closest("svg") && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
+    .map(e => parseFloat(getComputedStyle(e).fontSize));
+  const drawn = [...document.querySelectorAll("svg text")]
+    .map(e => [e.getScreenCTM(), parseFloat(getComputedStyle(e).fontSize)])
+    .map(([place, size]) => Math.hypot(place.a, place.b) * size);
+  const pictures = [...document.querySelectorAll("img")].map(e => e.clientWidth / e.naturalWidth * 150 / 96);
+  const prose = [...document.querySelectorAll("h1, h2, p, li, figcaption, caption span")];
+  return {
+    width: document.documentElement.scrollWidth,
+    text: Math.min(...sizes), drawn: Math.min(...drawn), pictures: Math.min(1, ...pictures),
+    beyond: prose.filter(e => e.getBoundingClientRect().right > innerWidth).map(e => e.textContent),
+  };
+})()"""
+
+
+def drawing(width):
+    """A white PNG, a quarter as high as wide."""
+    rows = zlib.compress((b"\0" + b"\xff" * width) * (width // 4))
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", width, width // 4, 8, 0, 0, 0, 0)), (b"IDAT", rows), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    )
+
+
+@pytest.mark.skipif(browser.installed() is None, reason="no Chromium here")
+def test_a_browser_shows_and_prints_it_without_complaint(run, sweep, tmp_path):
+    look_into(run, {"base": 2.0, "sliced": 3.0})
+    for name, width in (("spectra", 1650), ("utilisation", 750)):
+        (run.path / "analysis" / f"{name}.png").write_bytes(drawing(width))
+    with browser.Browser() as page:
+        for source in (run, sweep):
+            made = report(source.path, tmp_path / source.path.name / "out")
+            for width in (1280, 390):
+                page.open(made.html, width)
+                found = page.evaluate(LAID_OUT)
+                assert found["width"] <= width
+                assert found["beyond"] == []
+                assert found["text"] >= 13
+                assert found["drawn"] >= 9
+                # Of the size that they were drawn for, whose text is 9 pt.
+                assert found["pictures"] >= 0.74
+            printed = page.pdf()
+            assert printed.startswith(b"%PDF-")
+            assert len(re.findall(rb"/Type\s*/Page\b", printed)) > 1
+        assert page.complaints == []
+        assert {address.partition(":")[0] for address in page.asked_for} == {"file", "data"}
 
 
 def test_golden():
