@@ -1,5 +1,6 @@
 """Rows as tables for a screen and for a page: ways side by side, beside the floor and what they are compared with."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -48,7 +49,8 @@ _MICRO = ("decode operator", "decode mixer")
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """A table for each kind of row there is."""
+    """A table for each kind of row that was begun; `notes` counts the others."""
+    rows = [row for row in rows if row.status != "no time"]
     found: list[Table] = []
     for what, title in _TITLES.items():
         ours = [row for row in rows if row.cell.what == what]
@@ -107,6 +109,10 @@ def _kernels(row: Row) -> Table:
 def notes(rows: Iterable[Row]) -> list[str]:
     """What is to be known of the figures, once each: why a way is missing, what failed, what a figure leaves out."""
     found: dict[str, None] = {}
+    rows = list(rows)
+    late = Counter(row.cell.what for row in rows if row.status == "no time")
+    for what, count in late.items():
+        found[f"{what}: {count} cells had not begun when the time of --budget was over"] = None
     for row in rows:
         cell = row.cell
         if row.status == "not here":
