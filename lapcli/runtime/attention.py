@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lapcli.runtime.layers import Rows
-from lapcli.runtime.pools import AttentionPool
+from lapcli.runtime.pages import PAGE, AttentionPool
 from lapcli.runtime.prefill import cache_argument
-from lapkernels.attend_step import attend_step
+from lapkernels.attend_step import attend_step, read_tokens, write_tokens
 
 _NAME = "lapcli_rows"
 
@@ -49,11 +49,11 @@ class RowCache:
         if not self._pool.latent:
             return keys, values
         rows, pool = self._now()
-        pool.keys[rows.places, :, rows.positions] = keys.squeeze(2).to(pool.keys.dtype)
-        pool.values[rows.places, :, rows.positions] = values.squeeze(2).to(pool.values.dtype)
-        length = pool.length if rows.longest is None else rows.longest
+        new = keys.squeeze(2), values.squeeze(2)
+        write_tokens(pool.tensors(), new, pool.pages, rows.positions, rows.slots)
+        length = pool.pages.shape[1] * PAGE if rows.longest is None else rows.longest
         there = seen(rows, length)[:, None, :, None]
-        found = (tensor[rows.places, :, :length] for tensor in (pool.keys, pool.values))
+        found = (read_tokens(tensor, pool.pages, rows.slots, length) for tensor in pool.tensors())
         whole_keys, whole_values = (torch.where(there, tensor, 0.0).to(keys.dtype) for tensor in found)
         return whole_keys, whole_values
 
@@ -67,6 +67,7 @@ class RowCache:
                 value.squeeze(2),
                 pool.keys,
                 pool.values,
+                pages=pool.pages,
                 position=rows.positions,
                 slots=rows.slots,
                 scale=scaling,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapcli.errors import UsageError
 from lapcli.runtime.engine import Engine, Filling, Prefilled
+from lapcli.runtime.pages import PAGE
 from lapcli.runtime.sampling import Choices, Mode, choose, mode_of
 from lapcli.runtime.settings import Event, GenerationSettings, Reason, TokenScores
 from lapcli.runtime.text import TextStream
@@ -113,12 +114,14 @@ class Batch:
         failed: rows of the step that the last `advance` could not do; 0 where it raised nothing, or before the step.
         switches: rows under way that were handed over to another configuration so far.
         mixed_steps: steps so far whose rows were of several configurations.
+        set_back: rows so far that had to wait again, since no page was left for what they had to keep.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any = None, *, together: int = 8192, piece: int | None = None):
         self.engine, self.tokenizer, self.together, self.piece = engine, tokenizer, together, piece
         self.most = engine.max_rows
-        self.failed = self.switches = self.mixed_steps = 0
+        self.failed = self.switches = self.mixed_steps = self.set_back = 0
+        self._short = False
         self._filling: tuple[Row, Filling] | None = None
         self._kept: list[Event] = []
         self._waiting: deque[Row] = deque()
@@ -146,6 +149,12 @@ class Batch:
     def waiting(self) -> int:
         """Rows that wait for room, one whose prompt is on its way included."""
         return len(self._waiting) + (self._filling is not None)
+
+    @property
+    def room(self) -> int:
+        """Rows that may be under way together: `most`, or what there is where the next one waits for pages."""
+        under_way = len(self._active) + (self._filling is not None)
+        return max(1, min(self.most, under_way)) if self._short else self.most
 
     @property
     def first_waiting(self) -> int | None:
@@ -260,6 +269,7 @@ class Batch:
         ending = self._flight is not None and any(self._ends_by_count(row, pending=1) for row in self._flight.rows)
         if self._changed or ending:
             self._land(events)
+        self._make_room(events)
         if not self._active:
             return
         before, self._flight = self._flight, None
@@ -306,15 +316,44 @@ class Batch:
 
     def _next_rows(self) -> list[Row]:
         """The waiting rows whose prompts go through the model next; they still wait."""
-        room = min(self.engine.slots.free, self.most - len(self._active))
+        engine = self.engine
+        room = min(engine.slots.free, self.most - len(self._active))
         budget = self.together if self.piece is None else min(self.together, self.piece)
+        # Each row that is there may need another page of each layer before this one is through.
+        pages = engine.pages.free - engine.pages.growth
         rows: list[Row] = []
+        self._short = False
         for row in itertools.islice(self._waiting, max(0, room)):
-            budget -= len(row.sequence)
-            if rows and budget < 0:
+            tokens = len(row.sequence)
+            budget -= tokens
+            # With the token that comes next; a row of full length gets none.
+            self._short = engine.pages_of(min(tokens + 1, engine.max_length), row.configuration) > pages
+            if self._short or (rows and budget < 0):
                 break
+            pages -= engine.pages_of(tokens + 1 + PAGE, row.configuration)
             rows.append(row)
         return rows
+
+    def _make_room(self, events: list[Event]) -> None:
+        """Let there be a page for the next token of each row; where none is left, who joined last waits again."""
+        pages, rows = self.engine.pages, self._grown()
+        if pages.lacking(rows) > 0:
+            # Rows that have ended give back theirs, and no token of one that is set back is lost.
+            self._land(events)
+            rows = self._grown()
+        while pages.lacking(rows) > 0 and (self._filling is not None or len(self._active) > 1):
+            self.set_back += 1
+            if self._filling is not None:
+                self._set_back_filling()
+            else:
+                self._set_back(self._active[-1:])
+            rows = self._grown()
+        pages.grow(rows)
+
+    def _grown(self) -> dict[int, int]:
+        """Tokens that each row has after the next step, by slot."""
+        held = self.engine.slots.positions
+        return {row.slot: held[row.slot] + 1 for row in self._active if row.slot is not None}
 
     def _prefilled(self, rows: Sequence[Row]) -> list[Prefilled]:
         """Run the prompts of rows that wait, who wait no longer unless this fails."""

@@ -14,7 +14,8 @@ from lapcli.errors import ArtifactError, ModelError, UsageError
 from lapcli.families.remote.lapcli_dual_state import DualStateSettings, convert_layers, decoder_of
 from lapcli.runtime.llama_models import input_projections, output_projection
 from lapcli.runtime.offload import Offload
-from lapcli.runtime.pools import AttentionPool, RecurrentPool
+from lapcli.runtime.pages import AttentionPool
+from lapcli.runtime.pools import RecurrentPool
 
 ONLY = "base"
 """Name of the configuration of a model that has one."""

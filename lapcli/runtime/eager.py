@@ -1,5 +1,6 @@
 """Models without a fused step: the library's forward pass and its own cache, one row after the other."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lapcli.runtime.layers import Rows
-from lapcli.runtime.pools import AttentionPool, RecurrentPool
+from lapcli.runtime.pages import AttentionPool
+from lapcli.runtime.pools import RecurrentPool
 from lapcli.runtime.prefill import cache_argument
 
 _FIELDS = ("cache", "past_key_values", "cache_params")
@@ -72,13 +74,13 @@ class EagerPlan:
         """Itself: there is one configuration."""
         return self
 
-    def pools(self) -> list[RecurrentPool | AttentionPool]:
-        """None: the library keeps what it keeps."""
-        return []
-
     def forget(self, slot: int) -> None:
         """Drop the cache of a slot."""
         self.held.pop(slot, None)
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot remember what another does."""
+        self.held[target] = deepcopy(self.held[source])
 
     def clear(self, slot: int) -> None:
         """Let a slot remember nothing."""

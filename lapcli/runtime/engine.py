@@ -16,6 +16,7 @@ from lapcli.runtime.configurations import (
     only_configuration,
 )
 from lapcli.runtime.eager import EagerPlan
+from lapcli.runtime.pages import Pages
 from lapcli.runtime.pieces import Pieces
 from lapcli.runtime.plans import Plan, Room, make_plan, why_no_plan
 from lapcli.runtime.pools import Slots
@@ -47,6 +48,18 @@ class Prefilled(NamedTuple):
     logits: Tensor
 
 
+class Memory(NamedTuple):
+    """What rows may take of the device.
+
+    Attributes:
+        total_bytes: of all slots and pages.
+        free_bytes: of those that no row has.
+    """
+
+    total_bytes: int
+    free_bytes: int
+
+
 @dataclass
 class Filling:
     """A prompt that goes through the model piece by piece.
@@ -75,6 +88,8 @@ class Engine:
             ones.
         max_rows: the most rows at once.
         max_length: the most tokens of a row, where the model has attention layers; others have no limit.
+        kv_bytes: that keys and values of all rows together may take; default: enough for all at full length. Rows take
+            it in pages as they grow (`lapcli.runtime.pages`).
         kernel: see `KERNELS`.
         state_dtype: of recurrent states: fp32, or bf16 to halve them. fp64 models have fp64.
         graphs: whether to capture CUDA graphs; default: on a CUDA device.
@@ -86,9 +101,11 @@ class Engine:
         dtype: of weights and activations.
         vocabulary: token ids that have logits.
         configurations: of the model, by rising numbers of converted layers; rows may differ in theirs.
+        pages: of keys and values.
 
     Raises:
-        ModelError: a kernel asked for by name cannot run here, or a model in several configurations has no fused step.
+        ModelError: a kernel asked for by name cannot run here, a model in several configurations has no fused step, or
+            `kv_bytes` hold no row of `max_length` tokens.
     """
 
     def __init__(
@@ -97,6 +114,7 @@ class Engine:
         *,
         max_rows: int = 1,
         max_length: int | None = None,
+        kv_bytes: int | None = None,
         kernel: str = "auto",
         state_dtype: torch.dtype = torch.float32,
         graphs: bool | None = None,
@@ -139,7 +157,10 @@ class Engine:
             prefiller.pieces = Pieces(model, capture=True)
         self._path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)
         self.slots = Slots(max_rows)
-        self.steps = Steps(self.plan, max_rows, max_rows, self.device, capture=graphs)
+        self.pages = Pages(
+            self.plan.attention, max_rows, self.max_length, nbytes=kv_bytes, dtype=self.dtype, device=self.device
+        )
+        self.steps = Steps(self.plan, max_rows, self.device, capture=graphs)
         pools = self.plan.recurrent, self.plan.attention
         self.configurations: tuple[Configuration, ...] = (
             (only_configuration(model, *pools),)
@@ -181,7 +202,7 @@ class Engine:
             trust_remote_code: whether code in the model's directory may run.
             configurations: of a conversion, see `load_convertible`.
             offload: likewise.
-            room: `max_rows`, `max_length`, `state_dtype`, `graphs` of the engine.
+            room: `max_rows`, `max_length`, `kv_bytes`, `state_dtype`, `graphs` of the engine.
 
         Raises:
             ArtifactError: a conversion that does not hold what is asked for.
@@ -229,7 +250,7 @@ class Engine:
             dtype: of weights and activations.
             seed: of the weights.
             kernel: see `KERNELS`.
-            room: `max_rows`, `max_length`, `state_dtype`, `graphs` of the engine.
+            room: `max_rows`, `max_length`, `kv_bytes`, `state_dtype`, `graphs` of the engine.
 
         Raises:
             ModelError: neither lapcli nor transformers knows the type.
@@ -262,7 +283,7 @@ class Engine:
             The row's slot, and the logits after its last token.
 
         Raises:
-            ModelError: no slot is free, or the row would be longer than `max_length`.
+            ModelError: no slot is free, too few pages are, or the row would be longer than `max_length`.
             UsageError: there is no token, or one is not in the vocabulary; there is no such configuration.
         """
         return self.prefill_rows(
@@ -287,7 +308,9 @@ class Engine:
         if slots is not None:
             self.slots.check(slots)
             held = [self.slots.positions[slot] for slot in slots]
-            self._check_lengths([at + len(tokens) for at, tokens in zip(held, prompts, strict=True)])
+            after = [at + len(tokens) for at, tokens in zip(held, prompts, strict=True)]
+            self._check_lengths(after)
+            self.pages.grow(dict(zip(slots, after, strict=True)))
             return [
                 self._run([tokens], self._prefiller(slot).restore(slot, at), [slot], at, piece)[0]
                 for tokens, slot, at in zip(prompts, slots, held, strict=True)
@@ -298,27 +321,40 @@ class Engine:
                 f"{len(prompts)} new rows, and {self.slots.free} of {self.max_rows} slots are free",
                 "release rows, or make the engine with more max_rows",
             )
+        taken: list[int] = []
         found: dict[int, Prefilled] = {}
         kinds = [
             (len(tokens), self.converted(name))
             for tokens, name in zip(prompts, configurations or [None] * len(prompts), strict=True)
         ]
-        for kind in dict.fromkeys(kinds):
-            length, converted = kind
-            alike = [number for number, found_kind in enumerate(kinds) if found_kind == kind]
-            most = min(max(1, piece // length), self.plan.together)
-            for start in range(0, len(alike), most):
-                group = alike[start : start + most]
-                taken = [self.slots.take(converted) for _ in group]
-                try:
-                    cache = self.plan.prefiller_of(converted).cache()
-                    done = self._run([prompts[n] for n in group], cache, taken, 0, piece)
-                except BaseException:
-                    for slot in taken:
-                        self.slots.give_back(slot)
-                    raise
-                found.update(zip(group, done, strict=True))
+        try:
+            for length, converted in kinds:
+                taken.append(self._open(length, converted))
+            for kind in dict.fromkeys(kinds):
+                length, converted = kind
+                alike = [number for number, found_kind in enumerate(kinds) if found_kind == kind]
+                most = min(max(1, piece // length), self.plan.together)
+                for start in range(0, len(alike), most):
+                    group = alike[start : start + most]
+                    mine, where = [prompts[number] for number in group], [taken[number] for number in group]
+                    done = self._run(mine, self.plan.prefiller_of(converted).cache(), where, 0, piece)
+                    found.update(zip(group, done, strict=True))
+        except BaseException:
+            for slot in taken:
+                self.release(slot)
+            raise
         return [found[number] for number in range(len(prompts))]
+
+    def _open(self, tokens: int, converted: int) -> int:
+        """Take a slot for a row of a configuration, and pages for so many tokens."""
+        slot = self.slots.take(converted)
+        self.pages.open(slot, self._attention(converted))
+        try:
+            self.pages.grow({slot: tokens})
+        except ModelError:
+            self.release(slot)
+            raise
+        return slot
 
     def _run(
         self, prompts: Sequence[Sequence[int]], cache: Any, slots: Sequence[int], seen: int, piece: int
@@ -336,16 +372,16 @@ class Engine:
         return [Prefilled(slot, logits[row]) for row, slot in enumerate(slots)]
 
     def begin(self, tokens: Sequence[int], configuration: str | None = None) -> Filling:
-        """Take a slot for a prompt that `fill` takes in piece by piece; `release` of its slot gives it up.
+        """Take room for a prompt that `fill` takes in piece by piece; `release` of its slot gives it up.
 
         Raises:
-            ModelError: no slot is free, or the row would be longer than `max_length`.
+            ModelError: no slot is free, too few pages are, or the row would be longer than `max_length`.
             UsageError: there is no token, or one is not in the vocabulary; there is no such configuration.
         """
         self.check_prompt(tokens)
         converted = self.converted(configuration)
         on_device, cache = torch.tensor([list(tokens)], device=self.device), self.plan.prefiller_of(converted).cache()
-        return Filling(self.slots.take(converted), on_device, cache)
+        return Filling(self._open(len(tokens), converted), on_device, cache)
 
     @torch.no_grad()
     def fill(self, filling: Filling, count: int) -> Prefilled | None:
@@ -371,16 +407,32 @@ class Engine:
         """Take slots for rows that pretend to have seen `position` tokens, all states zero: for measuring steps.
 
         Raises:
-            ModelError: too few slots are free, or the rows would be longer than `max_length`.
+            ModelError: too few slots or pages are free, or the rows would be longer than `max_length`.
             UsageError: there is no such configuration.
         """
         self._check_lengths([position])
         converted = self.converted(configuration)
-        taken = [self.slots.take(converted) for _ in range(rows)]
+        taken = [self._open(position, converted) for _ in range(rows)]
         for slot in taken:
             self.slots.positions[slot] = position
             self.plan.clear(slot)
+            self.pages.clear(slot)
         return taken
+
+    def reserve(self, slots: Sequence[int], tokens: int) -> None:
+        """Take pages for rows that are to have so many tokens, so that steps need no more of the host until then.
+
+        Raises:
+            ModelError: a slot holds no row, too few pages are free, or the rows would be longer than `max_length`.
+        """
+        self.slots.check(slots)
+        self._check_lengths([tokens])
+        self.pages.grow(dict.fromkeys(slots, tokens))
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a row hold what another one of as many tokens holds: for measuring steps of many rows alike."""
+        self.plan.copy(source, target)
+        self.pages.copy(source, target)
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int] | Tensor, slots: Sequence[int] | None = None) -> Tensor:
@@ -394,7 +446,7 @@ class Engine:
             Logits `[B, vocabulary]`, in the dtype that the model gives them; valid until the next step.
 
         Raises:
-            ModelError: a slot holds no row, or the row has no room left.
+            ModelError: a slot holds no row, or the row has no room left, or too few pages are free.
             UsageError: there are not as many tokens as rows, or a row twice.
         """
         slots = sorted(self.slots.positions) if slots is None else list(slots)
@@ -420,7 +472,7 @@ class Engine:
             The tokens chosen, `[steps, B]`, on the device.
 
         Raises:
-            ModelError: a slot holds no row, or a row has no room for so many steps.
+            ModelError: a slot holds no row, or a row has no room for so many steps, or too few pages are free.
             UsageError: there are not as many tokens as rows, a row twice, or `mode` chooses nothing.
         """
         if mode == "logits":
@@ -442,6 +494,7 @@ class Engine:
             ModelError: the slot holds no row.
         """
         self.slots.give_back(slot)
+        self.pages.close(slot)
         self.plan.forget(slot)
 
     def generate(
@@ -487,7 +540,7 @@ class Engine:
         self.steps.warm_up(rows, [mode], spans)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes on the device: `weights`, `states`, `convolutions` and `attention`, the last three for all slots.
+        """Bytes on the device: `weights`, and of all rows `states`, `convolutions` and `attention`, keys and values.
 
         Where projections lie beside the device, `offloaded` says how many bytes those are, and `weights` has the places
         that they come to.
@@ -504,7 +557,7 @@ class Engine:
             "weights": sum(weights.values()),
             "states": sum(pool.state.nbytes for pool in recurrent),
             "convolutions": sum(pool.inputs.nbytes for pool in recurrent),
-            "attention": sum(tensor.nbytes for pool in self.plan.attention.values() for tensor in pool.tensors()),
+            "attention": self.pages.content.nbytes,
             **beside,
         }
 
@@ -528,6 +581,27 @@ class Engine:
         positions = [self.slots.positions[slot] for slot in slots]
         mix = None if self._convertible is None else [self.slots.converted[slot] for slot in slots]
         self.steps.set_rows(tokens, slots, positions, mix)
+
+    @property
+    def memory(self) -> Memory:
+        """What rows may take, and what is free of it."""
+        slot, page = self.row_bytes(0), self.pages.page_bytes
+        total = self.max_rows * slot + self.pages.count * page
+        return Memory(total, self.slots.free * slot + self.pages.free * page)
+
+    def row_bytes(self, tokens: int, configuration: str | None = None) -> int:
+        """Bytes of a row of so many tokens: its slot, and whole pages; of a configuration, of the first for `None`."""
+        slot = sum(pool.slot_bytes for pool in self.plan.recurrent.values())
+        return slot + self.pages_of(tokens, configuration) * self.pages.page_bytes
+
+    def pages_of(self, tokens: int, configuration: str | None = None) -> int:
+        """Pages of a row of so many tokens; of a configuration, of the first for `None`."""
+        return self.pages.need(tokens, self._attention(self.converted(configuration)))
+
+    def _attention(self, converted: int) -> list[int]:
+        """The layers that are attention where so many are converted."""
+        states = () if self._convertible is None else self._convertible.order[:converted]
+        return [layer for layer in self.plan.attention if layer not in states]
 
     @property
     def limited(self) -> bool:
@@ -578,7 +652,9 @@ class Engine:
             raise UsageError("a row is in the step twice")
         self.slots.check(slots)
         positions = [self.slots.positions[slot] for slot in slots]
-        self._check_lengths([position + steps for position in positions])
+        after = [position + steps for position in positions]
+        self._check_lengths(after)
+        self.pages.grow(dict(zip(slots, after, strict=True)))
         self.set_rows(tokens, slots)
 
     def _prefiller(self, slot: int) -> Any:

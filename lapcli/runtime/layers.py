@@ -44,24 +44,15 @@ class Rows:
     Attributes:
         slots: `[B]`, int32, where each row's state lies; negative for a row that is only padding.
         positions: `[B]`, int64, tokens that each row has seen before this one.
-        spare: the slot of an attention pool that padding rows write to.
         longest: tokens of the longest row, this one counted, where the host knows it; else `None`.
         mix: of configurations; `None` for a model that has one.
     """
 
     slots: Tensor
     positions: Tensor
-    spare: int
     longest: int | None = None
     mix: Mix | None = None
     kept: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def places(self) -> Tensor:
-        """`[B]`, int64, the slots of an attention pool."""
-        if "places" not in self.kept:
-            self.kept["places"] = torch.where(self.slots < 0, self.spare, self.slots).long()
-        return self.kept["places"]
 
 
 class Part(Protocol):

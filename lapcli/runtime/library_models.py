@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from lapcli.runtime.attention import Attention, Rotary, RowCache
 from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Gate, GatedMlp, Head, LibraryModule, Norm, Part, fused
-from lapcli.runtime.pools import AttentionPool, RecurrentPool, RecurrentShape
+from lapcli.runtime.pages import AttentionPool
+from lapcli.runtime.pools import RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import LibraryPrefiller
 
 if TYPE_CHECKING:
@@ -55,29 +56,12 @@ class Builder:
             arguments: further ones of its forward pass.
         """
         width = module.head_dim
-        self.attention[layer] = AttentionPool(
-            self.room.rows,
-            module.k_proj.out_features // width,
-            self.room.length,
-            width,
-            width,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        self.attention[layer] = AttentionPool(module.k_proj.out_features // width, width, width)
         return Attention(module, self.cache, self.rotary() if rotary else None, **arguments)
 
     def latent_attention_part(self, module: Any, layer: int) -> Attention:
         """A multi-head latent attention module, whose pool holds one latent and one shared key a token."""
-        self.attention[layer] = AttentionPool(
-            self.room.rows,
-            1,
-            self.room.length,
-            module.kv_lora_rank,
-            module.qk_rope_head_dim,
-            dtype=self.dtype,
-            device=self.device,
-            latent=True,
-        )
+        self.attention[layer] = AttentionPool(1, module.kv_lora_rank, module.qk_rope_head_dim, latent=True)
         return Attention(module, self.cache, self.rotary())
 
     def rotary(self) -> Rotary | None:

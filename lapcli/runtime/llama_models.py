@@ -27,7 +27,8 @@ from lapcli.runtime.layers import (
     fused,
 )
 from lapcli.runtime.library_models import Builder, mlp, norm
-from lapcli.runtime.pools import AttentionPool, RecurrentPool, RecurrentShape
+from lapcli.runtime.pages import AttentionPool
+from lapcli.runtime.pools import RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import LibraryPrefiller
 from lapkernels.attend_step import attend_step
 from lapkernels.attend_step import select_impl as select_attention
@@ -162,6 +163,7 @@ class AttentionMixer(Mixer):
             values,
             self.pool.keys,
             self.pool.values,
+            pages=self.pool.pages,
             position=rows.positions,
             slots=rows.slots,
             scale=self.scale,
@@ -376,9 +378,7 @@ def _mixer(build: Builder, module: Any, turn: Turn | None, offload: "Offload | N
         return DualStateMixer(module, turn, build.recurrent_pool(index, RecurrentShape(shape, 0, 0)), impl)
     library: Any = module
     heads, width = library.config.num_attention_heads // library.num_key_value_groups, library.head_dim
-    pool = build.attention[index] = AttentionPool(
-        build.room.rows, heads, build.room.length, width, width, dtype=build.dtype, device=build.device
-    )
+    pool = build.attention[index] = AttentionPool(heads, width, width)
     if offload is not None:
         return OffloadedAttention(offload, module, turn, pool, impl)
     return AttentionMixer(module, turn, pool, impl)

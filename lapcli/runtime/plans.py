@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lapcli.errors import ModelError
 from lapcli.runtime.layers import DirectPart, Head, LayerNorm, Norm, Part, Rows
-from lapcli.runtime.pools import AttentionPool, RecurrentPool
+from lapcli.runtime.pages import AttentionPool
+from lapcli.runtime.pools import RecurrentPool
 from lapcli.runtime.prefill import Prefiller
 from lapkernels.delta_rule import Choice
 from lapkernels.delta_step import select_impl as select_delta
@@ -24,7 +25,7 @@ class Room:
 
     Attributes:
         rows: slots.
-        length: tokens of an attention layer's slot.
+        length: tokens of a row that attention layers are in the way of.
         state_dtype: of recurrent states.
         impl: which implementation of the state's step: `auto`, `reference` or `triton`.
         convertible: the model's configurations, where it comes in several.
@@ -107,16 +108,18 @@ class Plan:
         """The forward pass of a configuration; of the model, where it has one."""
         return self.prefillers.get(converted, self.prefiller)
 
-    def pools(self) -> list[RecurrentPool | AttentionPool]:
-        """All pools."""
-        return [*self.recurrent.values(), *self.attention.values()]
-
     def forget(self, slot: int) -> None:
         """A row ended. What lies in its slot is written over by the next one, or never read."""
 
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot have the states of another."""
+        for pool in self.recurrent.values():
+            for tensor in pool.tensors():
+                tensor[target] = tensor[source]
+
     def clear(self, slot: int) -> None:
-        """Set what lies in a slot to zero."""
-        for pool in self.pools():
+        """Set the states of a slot to zero."""
+        for pool in self.recurrent.values():
             for tensor in pool.tensors():
                 tensor[slot].zero_()
 

@@ -64,6 +64,11 @@ class RecurrentPool:
         """All that is kept."""
         return self.state, self.inputs
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of one slot."""
+        return sum(tensor[0].nbytes for tensor in self.tensors())
+
     def write(self, slot: int, position: int, state: Tensor, past: Tensor) -> None:
         """Set a slot to what it is before position `position`, whatever stood there.
 
@@ -83,60 +88,6 @@ class RecurrentPool:
         """A slot's state and its last `past` inputs, as `write` takes them; copies."""
         places = [(position - self.shape.past + index) % self.ring for index in range(self.shape.past)]
         return self.state[slot].clone(), self.inputs[slot][places]
-
-
-class AttentionPool:
-    """Keys and values of one attention layer, room for `length` tokens a slot.
-
-    One slot more than asked for takes what padding rows of a step write.
-
-    Args:
-        slots: how many.
-        heads: of keys.
-        length: tokens.
-        key_width: of a key head.
-        value_width: of a value head.
-        dtype: the model's own.
-        device: where.
-        latent: whether keys and values are compressed, and expanded by the layer each time.
-
-    Attributes:
-        keys: `[slots + 1, heads, length, key_width]`.
-        values: `[slots + 1, heads, length, value_width]`.
-    """
-
-    def __init__(
-        self,
-        slots: int,
-        heads: int,
-        length: int,
-        key_width: int,
-        value_width: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        latent: bool = False,
-    ):
-        self.length, self.latent = length, latent
-        self.keys = torch.zeros(slots + 1, heads, length, key_width, dtype=dtype, device=device)
-        self.values = torch.zeros(slots + 1, heads, length, value_width, dtype=dtype, device=device)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that is kept."""
-        return self.keys, self.values
-
-    def write(self, slot: int, position: int, keys: Tensor, values: Tensor) -> None:
-        """Set the last tokens before `position` of a slot: `[heads, tokens, width]` each.
-
-        A layer with a sliding window remembers no others.
-        """
-        place = slice(position - keys.shape[1], position)
-        self.keys[slot, :, place] = keys.to(self.keys.dtype)
-        self.values[slot, :, place] = values.to(self.values.dtype)
-
-    def read(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a slot's first `position` tokens, as `write` takes them."""
-        return self.keys[slot, :, :position], self.values[slot, :, :position]
 
 
 class Slots:

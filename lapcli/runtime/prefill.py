@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lapcli.models.cache import LayerState, RecurrentCache
+from lapcli.runtime.pages import AttentionPool
 from lapcli.runtime.pieces import Pieces
-from lapcli.runtime.pools import AttentionPool, RecurrentPool
+from lapcli.runtime.pools import RecurrentPool
 
 
 class Prefiller(Protocol):

@@ -26,7 +26,6 @@ class Steps:
     Args:
         forward: the model's step.
         rows: the most.
-        spare: see `Rows`.
         device: where.
         capture: whether to capture graphs; needs a CUDA device.
 
@@ -41,8 +40,8 @@ class Steps:
         failure: why it could not.
     """
 
-    def __init__(self, forward: Forward, rows: int, spare: int, device: torch.device, *, capture: bool):
-        self.forward, self.rows, self.spare, self.device, self.capture = forward, rows, spare, device, capture
+    def __init__(self, forward: Forward, rows: int, device: torch.device, *, capture: bool):
+        self.forward, self.rows, self.device, self.capture = forward, rows, device, capture
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -111,7 +110,7 @@ class Steps:
     def _step(self, rows: int, mode: Mode, longest: int | None = None) -> Tensor:
         slots, positions = self.slots[:rows], self.positions[:rows]
         mix = None if self.span is None else Mix(self.converted[:rows], *self.span)
-        logits = self.forward(self.tokens[:rows], Rows(slots, positions, self.spare, longest, mix))
+        logits = self.forward(self.tokens[:rows], Rows(slots, positions, longest, mix))
         if mode != "logits":
             positions += slots >= 0
             self.tokens[:rows] = choose(logits, positions, self.choices, mode)

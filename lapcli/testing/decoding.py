@@ -1,11 +1,12 @@
-"""What tests of decoding share: prompts, the logits of one pass over everything, and how far others are from them."""
+"""What tests of decoding share: prompts, the logits of one pass over everything, how far others are, and NaN."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lapcli.runtime.engine import Engine
 from lapcli.runtime.prefill import cache_argument
 
 
@@ -45,3 +46,24 @@ def cached_logits(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> T
             )
             found.append(output.logits[0, -1])
     return torch.stack(found)
+
+
+def held_tensors(engine: Engine) -> list[Tensor]:
+    """All that an engine keeps of rows: states and inputs of convolutions, `[slots, ..]` each, then all pages."""
+    recurrent = [tensor for pool in engine.plan.recurrent.values() for tensor in pool.tensors()]
+    return [*recurrent, engine.pages.content]
+
+
+def spoil(engine: Engine, kept: Collection[int]) -> None:
+    """Put NaN wherever rows in these slots have nothing: other slots and pages, and behind the rows' last tokens."""
+    rows = {slot: engine.slots.positions[slot] for slot in kept}
+    places = [
+        (engine.plan.attention[layer], slot, rows[slot]) for slot in rows for layer in engine.pages.layers_of(slot)
+    ]
+    held = [(pool, slot, at, pool.read(slot, at)) for pool, slot, at in places]
+    *recurrent, pages = held_tensors(engine)
+    pages.fill_(torch.nan)
+    for pool, slot, at, (keys, values) in held:
+        pool.write(slot, at, keys, values)
+    for tensor in recurrent:
+        tensor[[slot for slot in range(engine.max_rows) if slot not in rows]] = torch.nan

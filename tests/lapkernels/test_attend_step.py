@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lapkernels.attend_step import attend_step, select_impl, why_not
+from lapkernels.attend_step import attend_step, read_tokens, select_impl, why_not, write_tokens
 from lapkernels.attend_step.triton_attend import shares_of, tokens_of
 from lapkernels.errors import InvalidInput, KernelUnavailable
 from lapkernels.testing_attend import CASES, case, check
@@ -35,10 +35,28 @@ def test_the_kernel_interpreted():
     assert done.returncode == 0, done.stderr
 
 
-def test_longest_changes_nothing():
+def test_longest_changes_nothing_but_the_order_of_sums():
+    """200 tokens, or all 256 that four pages hold, of which the last are never there."""
     new, pools, where = case("grouped heads, a padding row")
     other = [pool.clone() for pool in pools]
-    assert torch.equal(attend_step(*new, *pools, **where), attend_step(*new, *other, **where, longest=200))
+    found = attend_step(*new, *pools, **where), attend_step(*new, *other, **where, longest=200)
+    # Weights sum to 1 and values are 4 at most.
+    assert (found[0] - found[1]).abs().max() <= 4 * 256 * torch.finfo(torch.float64).eps
+
+
+def test_tokens_are_read_as_they_were_written():
+    """One after the other, into pages of any order, with padding beside."""
+    pages = torch.tensor([[5, 0, 3], [1, 4, 2]], dtype=torch.int32)
+    pools = torch.full((6, 2, 16, 3), torch.nan), torch.full((6, 2, 16, 5), torch.nan)
+    tokens = torch.randn(40, 2, 3), torch.randn(40, 2, 5)
+    for at in range(40):
+        new = [torch.stack((x[at], torch.full_like(x[at], torch.nan))) for x in tokens]
+        write_tokens(pools, new, pages, torch.tensor([at, 99]), torch.tensor([1, -1]))
+    for pool, wanted in zip(pools, tokens, strict=True):
+        found = read_tokens(pool, pages, torch.tensor([1, -1]), 40)
+        assert torch.equal(found[0], wanted.transpose(0, 1))
+        assert pool[[5, 0, 3]].isnan().all()
+        assert pool[2, :, 8:].isnan().all()
 
 
 def test_shares_depend_on_shapes_alone_and_fill_a_gpu():
@@ -63,6 +81,8 @@ def test_what_is_refused():
         ({"window": 0}, "window = 0"),
         ({"slots": where["slots"].float()}, "slots"),
         ({"position": where["position"][:2]}, "position"),
+        ({"pages": where["pages"].long()}, "pages has"),
+        ({"pages": where["pages"][:, :0]}, "pages has"),
         ({"impl": "magic"}, "magic"),
     ):
         with pytest.raises(InvalidInput, match=word):
@@ -71,6 +91,8 @@ def test_what_is_refused():
         attend_step(new[0][:, :7], *new[1:], *pools, **where)
     with pytest.raises(InvalidInput, match="value has shape"):
         attend_step(*new[:2], new[2][..., :3], *pools, **where)
+    with pytest.raises(InvalidInput, match="pages of 48 tokens"):
+        attend_step(*new, *(pool[:, :, :48] for pool in pools), **where)
     with pytest.raises(KernelUnavailable, match="fp64"):
         attend_step(*new, *pools, **where, impl="triton")
     assert why_not("reference", "cpu", torch.float64) is None

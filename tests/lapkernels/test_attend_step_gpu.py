@@ -15,20 +15,24 @@ def test_the_kernel_compiled(name, dtype):
     check(name, "triton", dtype, "cuda")
 
 
-def test_the_kernel_with_many_rows_of_long_slots():
+def test_the_kernel_with_many_long_rows():
     """Where all shares are used, and offsets pass 2^31 elements."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape):
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
 
-    keys, values = draw(40, 8, 65536, 128), draw(40, 8, 65536, 128)
+    keys, values = draw(40960, 8, 64, 128), draw(40960, 8, 64, 128)
+    pages = torch.randperm(40960, device="cuda", generator=generator).int().view(40, 1024)
     position = torch.tensor([65535, 3, 40000], device="cuda")
     slots = torch.tensor([39, 20, 0], device="cuda")
     new = draw(3, 32, 128), draw(3, 8, 128), draw(3, 8, 128)
-    found = attend_step(*new, keys, values, position=position, slots=slots)
+    found = attend_step(*new, keys, values, pages=pages, position=position, slots=slots)
     for row in range(3):
-        held = [pool[slots[row], :, : position[row] + 1].unsqueeze(0) for pool in (keys, values)]
+        held = [
+            pool[pages[slots[row]].long()].transpose(0, 1).flatten(1, 2)[None, :, : position[row] + 1]
+            for pool in (keys, values)
+        ]
         wanted = torch.nn.functional.scaled_dot_product_attention(
             new[0][row].float().view(1, 32, 1, 128), *(x.float() for x in held), enable_gqa=True
         )

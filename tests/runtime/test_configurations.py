@@ -14,7 +14,7 @@ from lapcli.runtime.configurations import Convertible, load_convertible
 from lapcli.runtime.either import Either
 from lapcli.runtime.offload import Offload
 from lapcli.stages.linearising import export_prefix
-from lapcli.testing.decoding import distance, full_logits, prompts_of
+from lapcli.testing.decoding import distance, full_logits, prompts_of, spoil
 from lapcli.testing.dual_state import tiny_conversion
 
 # As for other models: fp32 sums in another order.
@@ -97,9 +97,7 @@ def test_logits_are_those_of_the_exported_models(made, name, way):
 
     check([found.logits for found in done], 3, range(5))
     engine.release(slots[1])
-    for pool in engine.plan.pools():
-        for tensor in pool.tensors():
-            tensor[[slot for slot in range(6) if slot not in engine.slots.positions]] = float("nan")
+    spoil(engine, engine.slots.positions)
     # A row of another configuration in its slot, in pieces; and more tokens for one that is there.
     numbers[1], rows[1] = len(models) - 1, prompts_of(10, seed=3, high=250)[0]
     slots[1], second = engine.prefill(rows[1], piece=4, configuration=engine.configurations[-1].name)

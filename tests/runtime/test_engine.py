@@ -6,7 +6,7 @@ import torch
 from lapcli.errors import ModelError, UsageError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Engine
-from lapcli.testing.decoding import distance, full_logits, prompts_of
+from lapcli.testing.decoding import distance, full_logits, held_tensors, prompts_of
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 
 # Sums of some hundred fp32 products in another order, over a few layers.
@@ -83,9 +83,8 @@ def test_nothing_of_a_slot_remains_for_its_next_row(engine, reference, length):
     slots = [engine.prefill(row).slot for row in prompts_of(9, 9, 9, 9)]
     for slot in slots:
         engine.release(slot)
-    for pool in engine.plan.pools():
-        for tensor in pool.tensors():
-            tensor.fill_(float("nan"))
+    for tensor in held_tensors(engine):
+        tensor.fill_(float("nan"))
     (row,) = prompts_of(length, seed=1)
     slot, logits = engine.prefill(row)
     assert distance(logits, full_logits(reference, row)) < TOLERANCE
@@ -98,14 +97,14 @@ def test_padding_rows_change_nothing(engine, reference):
     """As a bucket of a graph has them: rows with a negative slot, whose state is nobody's."""
     (row,) = prompts_of(6)
     slot = engine.prefill(row).slot
-    before = [[tensor.clone() for tensor in pool.tensors()] for pool in engine.plan.pools()]
+    before = [tensor.clone() for tensor in held_tensors(engine)]
     engine.steps.set_rows([row[0]], [slot], [len(row)])
     logits = engine.steps.run(4)
     assert distance(logits[0], full_logits(reference, [*row, row[0]])) < TOLERANCE
     others = [other for other in range(4) if other != slot]
-    for pool, kept in zip(engine.plan.pools(), before, strict=True):
-        for tensor, old in zip(pool.tensors(), kept, strict=True):
-            assert torch.equal(tensor[others], old[others])
+    *recurrent, _ = zip(held_tensors(engine), before, strict=True)
+    assert recurrent
+    assert all(torch.equal(tensor[others], old[others]) for tensor, old in recurrent)
 
 
 @pytest.mark.parametrize("name", MODELS)

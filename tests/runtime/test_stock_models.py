@@ -11,7 +11,7 @@ from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.runtime.layers import DirectPart
 from lapcli.runtime.llama_models import TRANSFORMERS
 from lapcli.runtime.planned import PLANS
-from lapcli.testing.decoding import cached_logits, distance, full_logits, prompts_of
+from lapcli.testing.decoding import cached_logits, distance, full_logits, prompts_of, spoil
 from lapcli.testing.slices import random_kept, sliced_by
 from lapcli.testing.stock_models import STOCK_MODELS, tiny_stock_model
 
@@ -89,11 +89,7 @@ def test_logits_of_one_pass(models):
 
     check([found.logits for found in done], 4)
     engine.release(slots[1])
-    taken = {slots[0], slots[2]}
-    for pool in engine.plan.pools():
-        for tensor in pool.tensors():
-            for slot in set(range(4)) - taken:
-                tensor[slot] = float("nan")
+    spoil(engine, {slots[0], slots[2]})
     rows[1] = prompts_of(10, seed=3)[0]
     slots[1], second = engine.prefill(rows[1], piece=4)
     rows[0] += prompts_of(5, seed=4)[0]
@@ -184,6 +180,6 @@ def test_an_engine_from_a_stock_config():
     slots = engine.occupy(2, 30)
     assert engine.decode([1, 2], 5, slots).shape == (5, 2)
     found = engine.nbytes()
-    # Three slots of 40 tokens, one head of 16, keys and values in bf16; three layers of 2 x 16 x 16 in fp32.
-    assert found["attention"] == 3 * 40 * 16 * 2 * 2
+    # Two pages of 64 tokens, one head of 16, keys and values in bf16; three layers of 2 x 16 x 16 in fp32.
+    assert found["attention"] == 2 * 64 * 16 * 2 * 2
     assert found["states"] == 3 * 2 * 2 * 16 * 16 * 4

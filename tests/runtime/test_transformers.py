@@ -15,7 +15,7 @@ from lapcli.families.loading import load_model
 from lapcli.families.remote.lapcli_dual_state import dual_state_layers
 from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.runtime.llama_models import TRANSFORMERS
-from lapcli.testing.decoding import distance, full_logits, prompts_of
+from lapcli.testing.decoding import distance, full_logits, held_tensors, prompts_of, spoil
 from lapcli.testing.dual_state import converted, converted_source, tiny_source, tiny_teacher
 from lapkernels.attend_step import attend_step
 
@@ -109,11 +109,7 @@ def test_logits_of_one_pass(name, dtype):
 
     check([found.logits for found in done], 3)
     engine.release(slots[1])
-    taken = {slots[0], slots[2]}
-    for pool in engine.plan.pools():
-        for tensor in pool.tensors():
-            for slot in set(range(4)) - taken:
-                tensor[slot] = float("nan")
+    spoil(engine, {slots[0], slots[2]})
     rows[1] = prompts_of(10, seed=3, high=60)[0]
     slots[1], second = engine.prefill(rows[1], piece=4)
     rows[0] += prompts_of(5, seed=4, high=60)[0]
@@ -160,19 +156,16 @@ def test_padding_rows_read_and_write_nothing():
         engine = Engine(made(name), max_rows=3, max_length=16)
         (row,) = prompts_of(5, high=60)
         slot = engine.prefill(row).slot
-        for pool in engine.plan.pools():
-            for tensor in pool.tensors():
-                for other in set(range(3)) - {slot}:
-                    tensor[other] = float("nan")
-        before = [tensor[:3].clone() for pool in engine.plan.pools() for tensor in pool.tensors()]
+        spoil(engine, {slot})
+        *before, pages = [tensor.isnan() for tensor in held_tensors(engine)]
         engine.steps.set_rows([7], [slot], [5])
         logits = engine.steps.run(3)
         assert distance(logits[0], full_logits(made(name), [*row, 7])) < FP32
-        after = [tensor[:3] for pool in engine.plan.pools() for tensor in pool.tensors()]
-        for old, new in zip(before, after, strict=True):
-            others = [other for other in range(3) if other != slot]
-            assert torch.equal(old[others].isnan(), new[others].isnan())
-            assert not new[slot].isnan().any()
+        *after, pages_after = [tensor.isnan() for tensor in held_tensors(engine)]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        # One more token of each attention layer, of two key heads with keys and values of 8 numbers.
+        assert int(pages.sum() - pages_after.sum()) == len(engine.plan.attention) * 2 * (8 + 8)
+        assert all(not x.isnan().any() for pool in engine.plan.attention.values() for x in pool.read(slot, 6))
 
 
 def test_a_checkpoint_with_its_code(tmp_path):
@@ -186,9 +179,9 @@ def test_a_checkpoint_with_its_code(tmp_path):
         row.append(token)
         assert distance(engine.step([token], [slot])[0], full_logits(reference, row)) < FP32
     held = engine.nbytes()
-    # Two layers of two states of two heads; one of three slots of 40 tokens.
+    # Two layers of two states of two heads; one of a page of 64 tokens for each of two slots.
     assert held["states"] == 2 * 2 * 2 * 2 * 8 * 8 * 4
-    assert held["attention"] == 3 * 40 * 2 * (8 + 8) * 4
+    assert held["attention"] == 2 * 64 * 2 * (8 + 8) * 4
 
 
 def test_a_fully_converted_model_has_no_longest_row(tmp_path):

@@ -30,7 +30,7 @@ def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
         device,
         why_not("triton", device, dtype),
         "reads each row's own tokens once",
-        "over all that a slot has room for, in PyTorch",
+        "over all that a row has room for, in PyTorch",
     )
 
 
@@ -41,6 +41,7 @@ def attend_step(
     keys: Tensor,
     values: Tensor,
     *,
+    pages: Tensor,
     position: Tensor,
     slots: Tensor,
     scale: float | None = None,
@@ -50,16 +51,19 @@ def attend_step(
 ) -> Tensor:
     """Take one token of each row in: keep its key and value, and attend from it to all of the row's tokens.
 
-    A row has the tokens `0 .. position`, of which the last is this one. What lies in a slot behind them is never read
-    into the result, be it NaN. Scores and sums are fp32 (fp64 for fp64 inputs).
+    A row has the tokens `0 .. position`, of which the last is this one; `P` of them share a page, and no other row has
+    that page. What lies in a page behind a row's last token is never read into the result, be it NaN. Scores and sums
+    are fp32 (fp64 for fp64 inputs).
 
     Args:
         query: `[B, HQ, K]`; HQ is a multiple of H, and query head j reads key head `j // (HQ // H)`.
         key: `[B, H, K]`, of the new token.
         value: `[B, H, V]`, of the new token.
-        keys: `[slots, H, L, K]`; the new key is written in place.
-        values: `[slots, H, L, V]`; the new value is written in place.
-        position: `[B]`, int32 or int64, tokens that each row has had so far, under L.
+        keys: `[pages, H, P, K]`, P a power of two, 16 at least; the new key is written in place.
+        values: `[pages, H, P, V]`; the new value is written in place.
+        pages: `[slots, M]`, int32: the page of tokens `P i .. P i + P - 1` of the row in a slot at `[slot, i]`. Behind
+            the page of the new token there may be the number of any page.
+        position: `[B]`, int32 or int64, tokens that each row has had so far, under `M P`.
         slots: `[B]`, int32 or int64, where each row lives, no two alike. Negative: a padding row, of which nothing is
             read or written and whose output is zero.
         scale: factor on the scores; `None` for `K ** -0.5`.
@@ -75,9 +79,10 @@ def attend_step(
         InvalidInput: a shape, dtype, stride, device or setting that breaks the contract.
         KernelUnavailable: an `impl` asked for by name that cannot run here.
 
-    Source: softmax over splits of the tokens, then over the splits: Flash-Decoding (arXiv 2311.01282).
+    Source: softmax over splits of the tokens, then over the splits: Flash-Decoding (arXiv 2311.01282); pages of keys
+    and values that any row may take: PagedAttention (arXiv 2309.06180).
     """
-    check_arguments(query, key, value, keys, values, position, slots, window)
+    check_arguments(query, key, value, keys, values, pages, position, slots, window)
     if impl == "auto":
         impl = select_impl(query.device, query.dtype).name
     elif (why := why_not(impl, query.device, query.dtype)) is not None:
@@ -86,5 +91,5 @@ def attend_step(
     if impl == "triton":
         from lapkernels.attend_step.triton_attend import attend_step_triton
 
-        return attend_step_triton(query, key, value, keys, values, position, slots, factor, window)
-    return attend_step_reference(query, key, value, keys, values, position, slots, factor, window, longest)
+        return attend_step_triton(query, key, value, keys, values, pages, position, slots, factor, window)
+    return attend_step_reference(query, key, value, keys, values, pages, position, slots, factor, window, longest)

@@ -1,7 +1,9 @@
-"""The definition of the step, on any device; captured in a CUDA graph, it reads all that a slot has room for."""
+"""The definition of the step, on any device; captured in a CUDA graph, it reads all that a row has room for."""
 
 import torch
 from torch import Tensor
+
+from lapkernels.attend_step.pages import read_tokens, write_tokens
 
 
 def attend_step_reference(
@@ -10,6 +12,7 @@ def attend_step_reference(
     value: Tensor,
     keys: Tensor,
     values: Tensor,
+    pages: Tensor,
     position: Tensor,
     slots: Tensor,
     scale: float,
@@ -19,19 +22,17 @@ def attend_step_reference(
     """Run the step. Arguments as `attend_step` has checked and completed them; returns `[B, HQ, V]`."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, heads = key.shape[:2]
-    live, position = slots >= 0, position.long()
-    # A padding row takes the first slot's place and puts back what is there, so that nothing waits for the host.
-    places = slots.clamp(min=0).long()
-    for pool, new in ((keys, key), (values, value)):
-        ours = torch.where(live[:, None, None], new.to(pool.dtype), pool[places, :, position])
-        pool[places, :, position] = ours
-    length = keys.shape[2] if longest is None else min(longest, keys.shape[2])
+    live = slots >= 0
+    write_tokens((keys, values), (key, value), pages, position, slots)
+    room = pages.shape[1] * keys.shape[2]
+    length = room if longest is None else min(longest, room)
     at = torch.arange(length, device=query.device)
     there = (at <= position.unsqueeze(1)) & live.unsqueeze(1)
     if window is not None:
         there &= at > position.unsqueeze(1) - window
     held, read = (
-        torch.where(there[:, None, :, None], pool[places, :, :length].to(dtype), 0.0) for pool in (keys, values)
+        torch.where(there[:, None, :, None], read_tokens(pool, pages, slots, length).to(dtype), 0.0)
+        for pool in (keys, values)
     )
     grouped = query.to(dtype).unflatten(1, (heads, -1))
     scores = (grouped @ held.transpose(-1, -2)) * scale

@@ -19,17 +19,18 @@ _PROGRAMS = 264
 
 @triton.jit
 def _attend_shares(
-    query, key, value, keys, values, position, slots, sums, peaks, totals,
+    query, key, value, keys, values, pages, position, slots, sums, peaks, totals,
     query_row, query_head, key_row, key_head, value_row, value_head,
-    keys_slot, keys_head, keys_token, values_slot, values_head, values_token,
+    keys_page, keys_head, keys_token, values_page, values_head, values_token, pages_slot,
     scale, window,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, P: tl.constexpr,
     BG: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     SHARES: tl.constexpr, WINDOWED: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     row, head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
-    at = tl.load(position + row).to(tl.int64)
+    # A padding row has no tokens.
+    at = tl.where(slot < 0, 0, tl.load(position + row).to(tl.int64))
     g, kk, vv, nn = tl.arange(0, BG), tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BN)
     row64, head64 = row.to(tl.int64), head.to(tl.int64)
     q = tl.load(
@@ -40,11 +41,12 @@ def _attend_shares(
     first = at * 0
     if WINDOWED:
         first = tl.maximum(at + 1 - window, 0)
-    # Nothing is read of a padding row.
-    count = tl.where(slot < 0, 0, at - first)
-    size = tl.cdiv(tl.cdiv(count, SHARES), BN) * BN
-    begin = first + share * size
-    end = tl.minimum(begin + size, first + count)
+    # Blocks begin at multiples of their size, so that each lies in one page.
+    low = first // BN * BN
+    size = tl.cdiv(tl.cdiv(at - low, SHARES), BN) * BN
+    begin = low + share * size
+    end = tl.minimum(begin + size, at)
+    table = pages + slot * pages_slot
 
     peak = tl.full((BG,), float("-inf"), tl.float32)
     total = tl.zeros((BG,), tl.float32)
@@ -53,8 +55,9 @@ def _attend_shares(
         # The new token comes from where it is, and no other program reads where it goes.
         new_key = tl.load(key + row64 * key_row + head64 * key_head + kk, mask=kk < K, other=0.0)
         new_value = tl.load(value + row64 * value_row + head64 * value_head + vv, mask=vv < V, other=0.0)
-        to_key = keys + slot * keys_slot + head64 * keys_head + at * keys_token + kk
-        to_value = values + slot * values_slot + head64 * values_head + at * values_token + vv
+        page = tl.load(table + at // P).to(tl.int64)
+        to_key = keys + page * keys_page + head64 * keys_head + at % P * keys_token + kk
+        to_value = values + page * values_page + head64 * values_head + at % P * values_token + vv
         tl.store(to_key, new_key.to(keys.dtype.element_ty), mask=kk < K)
         tl.store(to_value, new_value.to(values.dtype.element_ty), mask=vv < V)
         peak = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
@@ -62,14 +65,17 @@ def _attend_shares(
         found = tl.zeros((BG, BV), tl.float32) + new_value.to(tl.float32)[None, :]
     for start in range(begin, end, BN):
         token = start + nn
-        there = token < end
+        there = (token >= first) & (token < end)
+        index = start // P
+        page = tl.load(table + index).to(tl.int64)
+        place = start - index * P + nn
         k = tl.load(
-            keys + slot * keys_slot + head64 * keys_head + token[None, :] * keys_token + kk[:, None],
+            keys + page * keys_page + head64 * keys_head + place[None, :] * keys_token + kk[:, None],
             mask=there[None, :] & (kk < K)[:, None],
             other=0.0,
         )  # [BK, BN]
         v = tl.load(
-            values + slot * values_slot + head64 * values_head + token[:, None] * values_token + vv[None, :],
+            values + page * values_page + head64 * values_head + place[:, None] * values_token + vv[None, :],
             mask=there[:, None] & (vv < V)[None, :],
             other=0.0,
         )  # [BN, BV]
@@ -136,6 +142,7 @@ def attend_step_triton(
     value: Tensor,
     keys: Tensor,
     values: Tensor,
+    pages: Tensor,
     position: Tensor,
     slots: Tensor,
     scale: float,
@@ -143,8 +150,8 @@ def attend_step_triton(
 ) -> Tensor:
     """Run the step. Arguments as `attend_step` has checked and completed them; returns `[B, HQ, V]`."""
     batch, query_heads, key_width = query.shape
-    heads, value_width = key.shape[1], values.shape[-1]
-    group, shares = query_heads // heads, shares_of(batch * heads, keys.shape[2])
+    heads, page, value_width = key.shape[1], keys.shape[2], values.shape[-1]
+    group, shares = query_heads // heads, shares_of(batch * heads, pages.shape[1] * page)
     output = torch.empty(batch, query_heads, value_width, dtype=query.dtype, device=query.device)
     sums = torch.empty(batch * query_heads * shares * value_width, dtype=torch.float32, device=query.device)
     peaks, totals = torch.empty(2, batch * query_heads * shares, dtype=torch.float32, device=query.device)
@@ -155,13 +162,13 @@ def attend_step_triton(
     blocks: dict[str, Any] = {"BV": value_block, "SHARES": shares, "num_warps": 4}
     with torch.cuda.device(query.device.index if query.is_cuda else -1):
         attend_shares[(batch, heads, shares)](
-            query, key, value, keys, values, position, slots, sums, peaks, totals,
+            query, key, value, keys, values, pages, position, slots, sums, peaks, totals,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
-            scale, window or 0,
-            H=heads, G=group, K=key_width, V=value_width,
+            pages.stride(0), scale, window or 0,
+            H=heads, G=group, K=key_width, V=value_width, P=page,
             BG=power_of_two(max(group, 16)), BK=key_block,
-            BN=tokens_of(key_block, value_block, keys.element_size()), num_stages=2,
+            BN=min(page, tokens_of(key_block, value_block, keys.element_size())), num_stages=2,
             WINDOWED=window is not None, IEEE=query.dtype == torch.float32, **blocks,
         )  # fmt: skip
         join_shares[(batch * query_heads,)](sums, peaks, totals, output, V=value_width, **blocks)

@@ -118,14 +118,8 @@ class EngineDecode:
         self.slots = [found.slot for found in done]
         if rows > alone:
             self.slots += self.engine.occupy(rows - alone, length)
-            index = torch.tensor(self.slots, device=prompts.device)
-            source = index[torch.arange(alone, rows, device=prompts.device) % alone]
-            plan: Any = self.engine.plan
-            for pool in plan.pools():
-                for tensor in pool.tensors():
-                    for first in range(0, rows - alone, 64):
-                        part = slice(first, first + 64)
-                        tensor[index[alone:][part]] = tensor[source[part]]
+            for number in range(alone, rows):
+                self.engine.copy(self.slots[number % alone], self.slots[number])
         self.seen = length
         logits = torch.stack([found.logits for found in done])
         return logits[torch.arange(rows, device=prompts.device) % alone]
@@ -136,7 +130,8 @@ class EngineDecode:
         return self.engine.step(tokens, self.slots)
 
     def call(self, tokens: Tensor) -> Callable[[], Any]:
-        """A replay that chooses each row's likeliest token and goes on with it."""
+        """A replay that chooses each row's likeliest token and goes on with it, as often as the rows' length allows."""
+        self.engine.reserve(self.slots, self.engine.max_length)
         self.engine.step(tokens, self.slots)
         self.seen += 1
 

@@ -146,10 +146,12 @@ def _engine_steps(
     way = EngineDecode(model.ours, cell.batch, cell.tokens + STEPS, settings.state_dtype)
     plan: Any = way.engine.plan
     parts = [sub.part for sub in plan.sublayers[::2]]
-    slots = torch.tensor(way.engine.occupy(cell.batch, 0), dtype=torch.int32, device=model.device)
+    # As many tokens as the last step, below, lets them have.
+    taken = way.engine.occupy(cell.batch, max(cell.tokens + 1, STEPS))
+    slots = torch.tensor(taken, dtype=torch.int32, device=model.device)
 
     def rows(position: int) -> Rows:
-        return Rows(slots, torch.full((cell.batch,), position, dtype=torch.int64, device=model.device), cell.batch)
+        return Rows(slots, torch.full((cell.batch,), position, dtype=torch.int64, device=model.device))
 
     found = [parts[0](hidden[index, step].contiguous(), rows(step)).clone() for step in range(STEPS)]
     later, given = rows(cell.tokens), hidden[index, 0].contiguous()

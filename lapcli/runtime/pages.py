@@ -1,0 +1,218 @@
+"""Keys and values of all attention layers, in pages that rows take as they grow and give back when they end."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lapcli.errors import ModelError
+from lapkernels.attend_step import read_tokens
+
+PAGE = 64
+"""Tokens of a page: as many as a program of the attention step takes at a time. A row wastes half a page a layer."""
+
+
+def pages_of(tokens: int) -> int:
+    """Pages that so many tokens take in one layer."""
+    return -(-tokens // PAGE)
+
+
+class AttentionPool:
+    """Keys and values of one attention layer, in pages that all layers share.
+
+    Args:
+        heads: of keys.
+        key_width: of a key head.
+        value_width: of a value head.
+        latent: whether keys and values are compressed, and expanded by the layer each time.
+
+    Attributes:
+        keys: `[pages, heads, PAGE, key_width]`, once the pages are there.
+        values: `[pages, heads, PAGE, value_width]`.
+        pages: `[slots, pages of a row]`, int32, on the device: which are whose, as `attend_step` takes it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    pages: Tensor
+
+    def __init__(self, heads: int, key_width: int, value_width: int, *, latent: bool = False):
+        self.heads, self.key_width, self.value_width, self.latent = heads, key_width, value_width, latent
+
+    @property
+    def page_numbers(self) -> int:
+        """How many numbers a page of this layer holds."""
+        return self.heads * PAGE * (self.key_width + self.value_width)
+
+    def lie_in(self, content: Tensor, pages: Tensor) -> None:
+        """Say where the pages are, `[pages, numbers]`, and which are whose: keys lie first, then values."""
+        sizes = [self.heads * PAGE * self.key_width, self.heads * PAGE * self.value_width]
+        keys, values, _ = content.split([*sizes, content.shape[1] - sum(sizes)], dim=1)
+        self.keys = keys.unflatten(1, (self.heads, PAGE, self.key_width))
+        self.values = values.unflatten(1, (self.heads, PAGE, self.value_width))
+        self.pages = pages
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is kept, of other layers too."""
+        return self.keys, self.values
+
+    def write(self, slot: int, position: int, keys: Tensor, values: Tensor) -> None:
+        """Set the last tokens before `position` of a slot, which has pages for them: `[heads, tokens, width]` each.
+
+        A layer with a sliding window remembers no others.
+        """
+        at = torch.arange(position - keys.shape[1], position, device=keys.device)
+        page, place = self.pages[slot, at // PAGE].long(), at % PAGE
+        for pool, new in ((self.keys, keys), (self.values, values)):
+            pool[page, :, place] = new.transpose(0, 1).to(pool.dtype)
+
+    def read(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a slot's first `position` tokens, as `write` takes them; copies."""
+        row = torch.tensor([slot], device=self.pages.device)
+        keys, values = (read_tokens(pool, self.pages, row, position)[0] for pool in self.tensors())
+        return keys, values
+
+
+class Pages:
+    """Says which row has which pages.
+
+    A page holds `PAGE` tokens of one layer of one row, so that a row takes pages by its tokens and by the attention
+    layers that it goes through. Layers of other shapes than the largest use the first part of a page.
+
+    Args:
+        pools: of the attention layers, which will lie in the pages.
+        slots: places of rows.
+        length: tokens of a row, at most.
+        nbytes: that all pages may take; `None` for as much as all rows at full length need, which is the most.
+        dtype: of keys and values.
+        device: where.
+
+    Attributes:
+        content: `[pages, numbers]`.
+        table: `[layers, slots, pages of a row]`, int32, on the device; it stays where it is. Behind a row's pages there
+            may be the number of any.
+        count: how many pages there are.
+
+    Raises:
+        ModelError: there are too few for one row of full length.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[int, AttentionPool],
+        slots: int,
+        length: int,
+        *,
+        nbytes: int | None = None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.layers = list(pools)
+        numbers = max((pool.page_numbers for pool in pools.values()), default=0)
+        self.page_bytes = numbers * dtype.itemsize
+        row = len(pools) * pages_of(length)
+        self.count = slots * row
+        if nbytes is not None and pools:
+            self.count = min(self.count, nbytes // self.page_bytes)
+        if self.count < row:
+            raise ModelError(
+                f"{nbytes} bytes hold {self.count} pages of keys and values; a row of {length} tokens needs {row}, "
+                f"{row * self.page_bytes} bytes",
+                "give more memory, or make the engine with a smaller max_length",
+            )
+        self.content = torch.zeros(self.count, numbers, dtype=dtype, device=device)
+        self.table = torch.zeros(len(pools), slots, pages_of(length), dtype=torch.int32, device=device)
+        for pool, table in zip(pools.values(), self.table, strict=True):
+            pool.lie_in(self.content, table)
+        self._free = list(range(self.count - 1, -1, -1))
+        # A row's pages in the order of its tokens: the first of each layer, the second of each, ….
+        self._held: dict[int, list[int]] = {}
+        self._places: dict[int, list[int]] = {}
+        # Tokens that these have room for.
+        self._room: dict[int, float] = {}
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody has."""
+        return len(self._free)
+
+    @property
+    def growth(self) -> int:
+        """Pages that all rows together take at most within their next `PAGE` tokens."""
+        return sum(map(len, self._places.values()))
+
+    def need(self, tokens: int, layers: Iterable[int] | None = None) -> int:
+        """Pages of a row of so many tokens that goes through these attention layers; `None` for all."""
+        return pages_of(tokens) * len(self.layers if layers is None else list(layers))
+
+    def open(self, slot: int, layers: Iterable[int] | None = None) -> None:
+        """Let a row begin that goes through these attention layers; `None` for all."""
+        chosen = self.layers if layers is None else list(layers)
+        self._held[slot], self._places[slot] = [], [self.layers.index(layer) for layer in chosen]
+        self._room[slot] = 0 if chosen else math.inf
+
+    def close(self, slot: int) -> None:
+        """Let a row end; its pages are free."""
+        self._free += reversed(self._held.pop(slot))
+        del self._places[slot], self._room[slot]
+
+    def layers_of(self, slot: int) -> list[int]:
+        """The attention layers that a row goes through."""
+        return [self.layers[place] for place in self._places[slot]]
+
+    def lacking(self, rows: Mapping[int, int]) -> int:
+        """How many pages too few are free for rows to have so many tokens; not above 0 if there are enough."""
+        return sum(self._wanting(rows).values()) - self.free
+
+    def grow(self, rows: Mapping[int, int]) -> None:
+        """Let rows have room for so many tokens; those that have it get nothing.
+
+        Args:
+            rows: tokens by slot.
+
+        Raises:
+            ModelError: there are too few free pages; no row got any.
+        """
+        wanting = self._wanting(rows)
+        if (wanted := sum(wanting.values())) > self.free:
+            raise ModelError(
+                f"{wanted} more pages of keys and values are wanted; {self.free} of {self.count} are free",
+                "release rows, or make the engine with more kv_bytes",
+            )
+        indices: list[int] = []
+        numbers: list[int] = []
+        _, slots, length = self.table.shape
+        for slot, more in wanting.items():
+            held, places = self._held[slot], self._places[slot]
+            for number in range(len(held), len(held) + more):
+                index, place = divmod(number, len(places))
+                indices.append((places[place] * slots + slot) * length + index)
+                numbers.append(self._free.pop())
+            held += numbers[len(numbers) - more :]
+            self._room[slot] = len(held) // len(places) * PAGE
+        if indices:
+            self._tell(indices, numbers)
+
+    def clear(self, slot: int) -> None:
+        """Set what lies in a row's pages to zero."""
+        self.content[self._held[slot]] = 0
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a row hold what another holds, which goes through the same layers and has as many pages."""
+        self.content[self._held[target]] = self.content[self._held[source]]
+
+    def _wanting(self, rows: Mapping[int, int]) -> dict[int, int]:
+        """Pages that rows need beside those that they have, of rows that need any: of few, in most steps."""
+        room = self._room
+        return {
+            slot: pages_of(tokens) * len(self._places[slot]) - len(self._held[slot])
+            for slot, tokens in rows.items()
+            if tokens > room[slot]
+        }
+
+    def _tell(self, indices: list[int], numbers: list[int]) -> None:
+        """Write into the table, which steps under way go on reading: behind them, and without waiting for them."""
+        device = self.table.device
+        both = torch.tensor([indices, numbers], pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        self.table.view(-1)[both[0]] = both[1].int()
