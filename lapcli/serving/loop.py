@@ -157,9 +157,10 @@ class EngineLoop:
         return {
             "active": self.batch.active,
             "waiting": self.batch.waiting,
-            "rows": self.batch.most,
+            "rows": self.batch.room,
             "steps": self._steps,
             "shrunk": self._shrunk,
+            "set_back": self.batch.set_back,
             "memory": torch.cuda.memory_reserved(device) if on_gpu else _resident(),
             "peak_memory": torch.cuda.max_memory_reserved(device) if on_gpu else _peak(),
         }

@@ -1,10 +1,12 @@
 """The engine process: `python -m lapcli.serving.worker FD`, with a socket to the front under that descriptor."""
 
 import gc
+import math
 import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lapcli.errors import LapcliError, ModelError
@@ -20,6 +22,8 @@ _SHARE = 0.9
 """Of a GPU's free memory that is taken where nobody says how much."""
 _RESERVE = 0.1
 """Of that for activations and graphs."""
+_USUAL = 8
+"""Of a request's longest length, the part that a request is taken to have when slots are counted."""
 _CPU_PIECE, _GPU_PIECE = 256, 2048
 """Prompt tokens between two steps: about as long as a few steps of many rows."""
 
@@ -101,15 +105,11 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
         "kernel": settings.kernel,
         "state_dtype": getattr(torch, settings.state_dtype),
     }
-    # An engine of one row says what one takes.
+    # An engine of one row says what rows take.
     engine = Engine(model, max_rows=1, **room)
-    taken = engine.nbytes()
-    # The pools of attention have a row more, which takes what padding writes.
-    spare = taken["attention"] // 2
-    row = taken["states"] + taken["convolutions"] + spare
-    rows = rows_that_fit(settings, device, taken["weights"] + spare, row)
+    rows, kv_bytes = rows_that_fit(settings, device, engine.nbytes()["weights"], engine.row_bytes)
     if rows > 1:
-        engine = Engine(model, max_rows=rows, **room)
+        engine = Engine(model, max_rows=rows, kv_bytes=kv_bytes, **room)
     piece = settings.piece or (_GPU_PIECE if device.type == "cuda" else _CPU_PIECE)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= rows]
     for way in (
@@ -124,20 +124,28 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
         "vocabulary": engine.vocabulary,
         "path": str(engine.path),
         "bytes": engine.nbytes(),
-        "row_bytes": row,
+        "row_bytes": engine.row_bytes(settings.max_length),
         "piece": piece,
     }
     return Batch(engine, tokenizer, together=piece, piece=piece), facts
 
 
-def rows_that_fit(settings: EngineSettings, device: "torch.device", weights: int, row: int) -> int:
-    """How many rows there is memory for.
+def rows_that_fit(
+    settings: EngineSettings, device: "torch.device", weights: int, row_bytes: Callable[[int], int]
+) -> tuple[int, int | None]:
+    """How many rows there is memory for, and for how many bytes of keys and values.
+
+    There are as many slots as there would be rows if each had an eighth of the longest length; pages get all the rest,
+    and one row of full length has room in any case.
 
     Args:
         settings: that say how much memory, and how many rows are wanted.
         device: whose memory it is where they do not.
         weights: bytes of them, and of all else that does not depend on the rows.
-        row: bytes of a row.
+        row_bytes: of a row of so many tokens.
+
+    Returns:
+        Rows, and bytes; `None` for as many as all rows at full length take.
 
     Raises:
         ModelError: not for one, or not for as many as are wanted.
@@ -149,18 +157,19 @@ def rows_that_fit(settings: EngineSettings, device: "torch.device", weights: int
         # Weights are loaded, so they are no longer among what is free.
         memory = int(_SHARE * torch.cuda.mem_get_info(device)[0]) + weights
     if memory is None:
-        return settings.max_rows or DEFAULT_CPU_ROWS
+        return settings.max_rows or DEFAULT_CPU_ROWS, None
     left = int((1 - _RESERVE) * (memory - weights))
-    fit = MOST_ROWS if row == 0 else left // row
-    if settings.max_rows is not None and settings.max_rows <= fit:
-        return settings.max_rows
-    if fit < 1 or settings.max_rows is not None:
+    slot, usual, longest = (row_bytes(tokens) for tokens in (0, settings.max_length // _USUAL, settings.max_length))
+    most = math.inf if slot == 0 else (left - longest + slot) // slot
+    if longest > left or most < (settings.max_rows or 1):
+        each = f", and each of {settings.max_rows} takes {slot} at least" if settings.max_rows else ""
         raise ModelError(
-            f"{memory} bytes hold {weights} of weights and {max(fit, 0)} requests of {row} bytes each"
-            + (f", not {settings.max_rows}" if settings.max_rows else ""),
+            f"{memory} bytes hold {weights} of weights and leave {max(left, 0)} for requests; the longest takes "
+            f"{longest}{each}",
             "raise --memory, or lower --max-rows, --max-length or --state-dtype",
         )
-    return min(fit, MOST_ROWS)
+    rows = settings.max_rows or max(1, int(min(MOST_ROWS, most, left // usual if usual else MOST_ROWS)))
+    return rows, left - rows * slot
 
 
 if __name__ == "__main__":

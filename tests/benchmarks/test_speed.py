@@ -436,6 +436,20 @@ def test_memory_counts_sequences_and_takes_fewer_where_a_step_needs_room(monkeyp
     assert (results.rows[0].status, results.rows[0].cell.batch) == ("out of memory", 0)
 
 
+def test_memory_counts_whole_pages(monkeypatch):
+    """A Transformer, 70 tokens a sequence: two pages of 64 in each of four layers, two heads of 16."""
+    whole = converted_subject("toy-llama", CONFIGS["toy-llama"], "0")
+    models = Models(CPU, torch.float32)
+    weights = sum(value.nbytes for value in {id(x): x for x in models.get(whole).ours.parameters()}.values())
+    each = 128 * 4 * 2 * 2 * 16 * 4
+    timing = decode.measure(lambda: None, CPU, repeats=1, trials=1)
+    monkeypatch.setattr(decode, "_at_rows", lambda *_: (timing, None))
+    results = collected()
+    memory_benchmark([whole], weights + 3.9 * each, results, models, context=70, settings=FEW)
+    (row,) = results.rows
+    assert (row.cell.batch, row.more["fit"], row.more["sequence_bytes"]) == (3, 3, each)
+
+
 def test_half_the_state_fits_nearly_twice_the_sequences():
     results = collected()
     memory_benchmark(toy(), 2**20, results, Models(CPU, torch.float32), context=9, most_rows=4, settings=FEW)

@@ -20,6 +20,7 @@ from lapcli.serving.settings import EngineSettings, Limits
 from lapcli.serving.texts import Texts
 from lapcli.serving.worker import prepare, rows_that_fit
 from lapcli.testing.decoding import prompts_of
+from lapcli.testing.dual_state import tiny_teacher
 from lapcli.testing.models import byte_tokenizer
 
 
@@ -204,6 +205,26 @@ def test_more_is_tried_again_later(batch, expected, monkeypatch):
     assert loop.stats()["shrunk"] == scarce.refused > 0
 
 
+def test_requests_that_outgrow_the_pages_take_turns():
+    """Twelve that want a third of all pages each: the front is told how many there is room for, and none is lost."""
+    pages = {"max_length": 200, "kv_bytes": 36 * 64 * 2 * (8 + 8) * 4}
+    engines = [Engine(tiny_teacher("llama"), max_rows=12, **room) for room in ({"max_length": 200}, pages)]
+    prompts, said = prompts_of(*range(10, 22), high=60), []
+    for engine in engines:
+        front, rooms = Front(*(add(str(n), prompt, 170) for n, prompt in enumerate(prompts))), []
+        loop = EngineLoop(Batch(engine, together=128, piece=16), front.take, front.send)
+        send = loop.send
+        loop.send = lambda message, send=send, rooms=rooms: (rooms.append(message["stats"]["rows"]), send(message))
+        loop.run()
+        assert not front.failed
+        said.append(front.texts)
+        few = engine.pages.count == 36
+        assert (loop.stats()["set_back"] > 0) == few
+        assert (min(rooms) < 7) == few
+    assert said[0] == said[1]
+    assert len(said[0]) == 12
+
+
 def test_a_defect_is_no_want_of_memory(batch, monkeypatch):
     monkeypatch.setattr(batch.engine.steps, "forward", lambda *_: 1 / 0)
     front = Front(add("0", [5], 3))
@@ -227,15 +248,37 @@ def test_the_loop_refuses_and_cancels(batch, expected):
 def test_rows_by_memory():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     made = EngineSettings("x", "cpu", "float32")
-    assert rows_that_fit(made, cpu, 10**9, 10**6) == 16
+
+    def states(_):
+        return 10**7
+
+    assert rows_that_fit(made, cpu, 10**9, states) == (16, None)
     limited = replace(made, memory=2 * 10**9)
     # A tenth of what the weights leave is for activations.
-    assert rows_that_fit(limited, gpu, 10**9, 10**7) == 90
-    assert rows_that_fit(limited, gpu, 10**9, 1) == 256
-    assert rows_that_fit(replace(limited, max_rows=90), gpu, 10**9, 10**7) == 90
+    assert rows_that_fit(limited, gpu, 10**9, states) == (90, 0)
+    assert rows_that_fit(limited, gpu, 10**9, lambda _: 1) == (256, 9 * 10**8 - 256)
+    assert rows_that_fit(replace(limited, max_rows=90), gpu, 10**9, states) == (90, 0)
     for broken in (replace(limited, max_rows=91), replace(limited, memory=10**9)):
         with pytest.raises(ModelError, match="bytes hold"):
-            rows_that_fit(broken, gpu, 10**9, 10**7)
+            rows_that_fit(broken, gpu, 10**9, states)
+
+
+def test_rows_by_memory_share_keys_and_values():
+    """9e8 bytes for requests of up to 4096 tokens: as many as fit at an eighth of that, and one of full length."""
+    gpu, limited = torch.device("cuda"), EngineSettings("x", "cuda", "float32", memory=2 * 10**9)
+    assert rows_that_fit(limited, gpu, 10**9, lambda tokens: 20_000 * tokens) == (87, 9 * 10**8)
+
+    def hybrid(tokens):
+        return 10**7 + 20_000 * tokens
+
+    assert rows_that_fit(limited, gpu, 10**9, hybrid) == (44, 46 * 10**7)
+    assert rows_that_fit(replace(limited, max_rows=300), gpu, 10**9, lambda tokens: 20_000 * tokens)[0] == 300
+    # One of full length takes 8.2e7 besides its slot.
+    assert rows_that_fit(replace(limited, max_rows=81), gpu, 10**9, hybrid) == (81, 9 * 10**7)
+    for broken in (replace(limited, max_rows=82), replace(limited, max_length=45_001, max_rows=None)):
+        with pytest.raises(ModelError, match="leave 900000000 for requests; the longest takes"):
+            rows_that_fit(broken, gpu, 10**9, hybrid)
+    assert rows_that_fit(replace(limited, max_length=44_000), gpu, 10**9, hybrid)[0] == 2
 
 
 def test_an_engine_is_made_for_the_memory_there_is(folder):
@@ -246,7 +289,7 @@ def test_an_engine_is_made_for_the_memory_there_is(folder):
     memory = facts["bytes"]["weights"] + 10 * facts["row_bytes"]
     batch, facts = prepare(replace(made, memory=memory))
     assert (batch.engine.max_rows, facts["rows"], batch.piece) == (9, 9, 32)
-    with pytest.raises(ModelError, match="0 requests of"):
+    with pytest.raises(ModelError, match="for requests; the longest takes"):
         prepare(replace(made, memory=memory // 2))
 
 

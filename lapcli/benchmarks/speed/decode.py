@@ -15,6 +15,7 @@ from lapcli.benchmarks.speed.models import DISTINCT, STEPS, Model
 from lapcli.benchmarks.speed.results import Cell, Results, Row
 from lapcli.families.dual_state import has_states, set_kernel
 from lapcli.linearising.plan import Shape
+from lapcli.runtime.pages import PAGE, pages_of
 from lapkernels.timing import (
     REPEATS,
     TRIALS,
@@ -515,8 +516,8 @@ def memory_benchmark(
 ) -> None:
     """How many sequences fit into so much memory, and what they decode together.
 
-    Sequences are counted as `plan` counts them, weights, states and convolution inputs; where a step then takes more
-    than the memory, as many fewer as that is too much are tried once more.
+    Sequences are counted as `plan` counts them, weights, states, convolution inputs, keys and values (these in whole
+    pages); where a step then takes more than the memory, as many fewer as that is too much are tried once more.
 
     Args:
         subjects: the base and its pruned versions.
@@ -547,7 +548,8 @@ def _memory_row(
 ) -> Row:
     itemsize = _itemsize(cell.state_dtype)
     weights = sum(value.nbytes for value in {id(x): x for x in model.ours.parameters()}.values())
-    each = sum(sequence_bytes(model, cell.tokens, itemsize).values())
+    # Keys and values take whole pages.
+    each = sum(sequence_bytes(model, pages_of(cell.tokens) * PAGE, itemsize).values())
     fit = rows_that_fit(memory, weights, each)
     if fit < 1:
         return Row(replace(cell, batch=0), "out of memory", "not one sequence fits beside the weights")
