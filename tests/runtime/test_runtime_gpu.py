@@ -118,9 +118,8 @@ def test_a_graph_is_its_steps(folders, name, dtype, thin):
     slots = [[found.slot for found in engine.prefill_rows(rows)] for engine in (captured, eager)]
     assert slots[0] == slots[1]
     # A captured prompt is filled up to the length of its graph: other products, other rounding. The steps begin alike.
-    for pool, twin in zip(captured.plan.pools(), eager.plan.pools(), strict=True):
-        for tensor, other in zip(pool.tensors(), twin.tensors(), strict=True):
-            other.copy_(tensor)
+    for tensor, other in zip(held_tensors(captured), held_tensors(eager), strict=True):
+        other.copy_(tensor)
     for engine in (captured, eager):
         engine.reserve(slots[0], 80)
         engine.steps.choices.temperature.fill_(0.8)
