@@ -3,21 +3,32 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lapcli.analysis.settings import AnalysisSettings
+from lapcli.artifacts import read_artifact
 from lapcli.cli.app import main
 from lapcli.data import parse_mixture
 from lapcli.data.hub import find_hub_set
 from lapcli.errors import RecipeError
 from lapcli.evaluation.tasks import TASKS, parse_tasks
+from lapcli.families.source import resolve_model
 from lapcli.linearising.recipe import read_conversion
 from lapcli.linearising.settings import layers_of
+from lapcli.machine import Machine
 from lapcli.recipe import read_recipe
+from lapcli.reporting import SilentReporter
+from lapcli.stages.analysis import AnalysisInputs, analyse
+from lapcli.stages.evaluation import models_of
 from lapcli.stages.selection import budget_for
 from lapcli.sweeps.cells import expand
+from lapcli.sweeps.record import SweepDirectory
+from lapcli.sweeps.work import Job, do
 from lapcli.testing.dual_state import tiny_source
+from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.training.adapters import ALPHA, RANK
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,6 +110,49 @@ def test_a_small_one_can_begin(name, tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert not exit_.value.code, err
     assert json.loads(out)["dry_run"] is True
+
+
+SMALL = {
+    "calibration": {"samples": 4, "seq_len": 64},
+    "recovery": {"steps": 1, "samples": None, "seq_len": 32, "batch": 2, "validation": 1},
+    "sweep": {"samples": [4]},
+}
+"""Amounts under which a recipe of any size is done in a second; nothing else of it is changed."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return resolve_model(str(tiny_gated_deltanet(tmp_path_factory.mktemp("tiny") / "model")))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("demo/")])
+def test_a_small_one_runs(name, tiny, tmp_path, monkeypatch, quick_reload):
+    """To its end: its last cell, with a tiny model and tiny amounts."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    recipe = read_recipe(RECIPES[name])
+    for part, amounts in SMALL.items():
+        values = getattr(recipe, part)
+        fewer = {key: value for key, value in amounts.items() if part != "sweep" or getattr(values, key, None)}
+        if values is not None:
+            recipe = recipe.model_copy(update={part: values.model_copy(update=fewer)})
+    cell, tasks = expand(recipe, name)[-1], tuple(recipe.evaluation.tasks) if recipe.evaluation else ()
+    sweep = SweepDirectory(tmp_path / "sweep")
+    common = {"sweep": str(sweep.path), "model": tiny.describe(), "machine": {"device": "cpu"}}
+    text = cell.calibration.document()
+    do(Job("calibrate", cell.calibration_name, settings=text, saliency=True, **common), SilentReporter())
+    job = Job("cell", cell.name, settings=cell.settings(), calibration=cell.calibration_name, **common)
+    found = do(replace(job, tasks=tasks, limit=1), SilentReporter())
+    assert found["kept_width"] == budget_for(found["key_width"], cell.selection).width.width
+    assert {row["task"] for row in found.get("rows", ())} == set(tasks)
+    assert ("recovery" in found) == (recipe.recovery is not None)
+    run = sweep.cell(cell.name)
+    labels = ["base", "sliced", *(["recovered"] if recipe.recovery else [])]
+    assert [label for label, _source in models_of(run, tiny)] == labels
+    if "lapcli analyze" in header(RECIPES[name])["Run"]:
+        looked = AnalysisSettings(data="builtin", samples=2, seq_len=32, stride=16, skip=0)
+        inputs = AnalysisInputs(models_of(run, tiny), read_artifact(run.selection, "selection"))
+        analysis, _worked, _written = analyse(inputs, looked, run.analysis, machine=Machine(device="cpu"))
+        assert list(analysis.labels) == labels
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
