@@ -304,6 +304,36 @@ def test_too_long_a_context_loses_its_beginning(tiny, tmp_path):
     assert [float(answer[0]) for (answer,) in sample["resps"]] == pytest.approx(sums, rel=1e-5)
 
 
+def test_accuracies_golden(tiny_folder, tmp_path):
+    """With every token as probable as any other, 1 / 259, all can be worked out by hand."""
+    source = resolve_model(str(tiny_folder))
+    model = load_model(source)
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    even = LoadedModel(model=model, tokenizer=load_tokenizer(source), name="even")
+    # A choice of n letters is n + 1 bytes with its space: of the sums the shortest has the largest, by letter the
+    # longest, -(n + 1) / n log 259.
+    choices = ["yes", "never", "at times", "no"]
+    records = [{"query": f"{number}?", "choices": choices, "gold": gold} for number, gold in enumerate((3, 3, 2, 0))]
+    scores = measure(load_task("openbookqa", "openbookqa", questions(tmp_path, "openbook_qa.jsonl", records)), even)
+    assert scores["acc"].estimate.value == 2 / 4
+    assert scores["acc_norm"].estimate.value == 1 / 4
+    # sqrt of the sample's variance over the count: (4 / 4) / 3 / 4 of 1, 1, 0, 0; (3 / 4) / 3 / 4 of 0, 0, 1, 0.
+    assert scores["acc"].estimate.stderr == pytest.approx(math.sqrt(1 / 3 / 4))
+    assert scores["acc_norm"].estimate.stderr == pytest.approx(1 / 4)
+    # LAMBADA: 259 to the mean of the last words' bytes, each with its space: 3 and 5.
+    (tmp_path / "lambada_test.jsonl").write_text('{"text": "a bc"}\n{"text": "a bcde"}\n')
+    scores = measure(load_task("lambada", "lambada_openai", tmp_path), even)
+    assert scores["perplexity"].estimate.value == pytest.approx(259.0**4, rel=1e-5)
+    assert scores["acc"].estimate.value == 0
+
+
+def test_contains_golden(tmp_path):
+    (task,) = squad(tmp_path, ["a"]).loaded["tasks"].values()
+    document = {"text": "Which?", "value": "Blue Nile"}
+    for written, wanted in ((" the blue nile, I think", 1), (" Blue  Nile", 0), (" Nile", 0), ("", 0)):
+        assert task.process_results(document, [written])["contains"] == wanted
+
+
 def test_a_group_of_lm_eval_has_the_error_of_its_tasks(tiny, tmp_path):
     records = [
         {"query": f"Question: is {number} odd?", "choices": ["yes", "no"], "gold": number % 2} for number in range(9)
