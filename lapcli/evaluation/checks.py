@@ -28,7 +28,7 @@ class Check:
     Attributes:
         text: as typed.
         task: a task or group.
-        metric: one of its metrics.
+        metric: one of its metrics; "ppl" for the first of its perplexities.
         sign: `>`, `>=`, `<` or `<=`.
         value: what the metric is held against.
         relative: whether the value is a factor of the base's.
@@ -100,7 +100,7 @@ def check_checks(
                 _nearest(check.task, list(tasks), "tasks"),
             )
         metrics = metrics_of(tasks[check.task])
-        if metrics is not None and check.metric not in metrics:
+        if metrics is not None and _metric(check, metrics) is None:
             raise _unknown_metric(check, metrics)
         if check.relative and models < 2:
             raise UsageError(
@@ -125,11 +125,13 @@ def failures(evaluation: Evaluation, checks: Sequence[Check]) -> list[str]:
     found: list[str] = []
     for check in checks:
         of_task = [row for row in rows if row.task == check.task]
-        of_metric = [row for row in of_task if row.metric == check.metric]
+        metrics = tuple(dict.fromkeys(row.metric for row in of_task))
+        metric = _metric(check, metrics)
+        of_metric = [row for row in of_task if row.metric == metric]
         if not of_task:
             found.append(_nothing_there(check))
         elif not of_metric:
-            raise _unknown_metric(check, tuple(dict.fromkeys(row.metric for row in of_task)))
+            raise _unknown_metric(check, metrics)
         found += [sentence for row in of_metric if (sentence := _failure(check, row, labels))]
     return found
 
@@ -146,6 +148,14 @@ def _failure(check: Check, row: Row, labels: Sequence[str]) -> str | None:
     at = "" if row.length is None else f" at {row.length}"
     held = f", {labels[0]}'s is {format_value(against, None)}" if check.relative and against is not None else ""
     return f"{check.text}: {labels[-1]}'s{at} is {format_value(last.estimate.value, last.estimate.stderr)}{held}"
+
+
+def _metric(check: Check, metrics: Sequence[str]) -> str | None:
+    """The metric that a check means, of those that its task has."""
+    if check.metric in metrics:
+        return check.metric
+    perplexities = (metric for metric in metrics if "perplexity" in metric)
+    return next(perplexities, None) if check.metric == "ppl" else None
 
 
 def _nothing_there(check: Check) -> str:

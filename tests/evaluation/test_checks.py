@@ -64,6 +64,23 @@ def test_factors_are_of_the_base_and_the_last_model_is_checked():
     assert "base's is 10.00" in sentence
 
 
+def test_ppl_is_the_first_perplexity_of_a_task():
+    check = [parse_check("wikitext.ppl > 1.1x")]
+    for metric in ("word_perplexity", "perplexity"):
+        (sentence,) = failures(evaluation(10.0, 12.0, metric=metric), check)
+        assert sentence.startswith("wikitext.ppl > 1.1x: sliced's is 12")
+    with pytest.raises(UsageError, match="has no metric 'ppl'"):
+        failures(evaluation(10.0, 12.0, metric="acc"), check)
+    names = {"wikitext": True, "builtin": True, "lambada": True, "niah": False}
+    for name, has_one in names.items():
+        asked = ([parse_check(f"{name}.ppl > 1")], parse_tasks([name]))
+        if has_one:
+            check_checks(*asked, models=1, metrics_of=lambda info: info.metrics)
+        else:
+            with pytest.raises(UsageError, match="has no metric 'ppl'"):
+                check_checks(*asked, models=1, metrics_of=lambda info: info.metrics)
+
+
 @pytest.mark.parametrize("sign", [">", "<"])
 def test_what_is_no_number_fails(sign):
     assert failures(evaluation(1.0, math.nan), [parse_check(f"wikitext.word_perplexity {sign} 5")])
