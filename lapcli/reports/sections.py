@@ -419,7 +419,7 @@ def _gains(found: Found) -> list[Block]:
         return speed
     note = (
         "These are different quantities: half of the state is neither half of the mixer's memory nor twice the speed. "
-        "The first follows from the checkpoint's shapes; the others are from the files of `lapcli bench --output` that "
+        "The first follows from the checkpoint's shapes; the others are from the files of lapcli bench --output that "
         "lie here or were given, unpruned over pruned, both with random weights."
     )
     heads = ("key width", "state elements of a sequence", "peak memory of the mixer", "speed of the whole model")
@@ -540,7 +540,7 @@ def _analyses(found: Found) -> list[Block]:
     if states:
         heads = ("cell", "model", "rank utilisation", "effective rank", "Pearson with base", "κ of a state, median",
                  "at its floor", "output error")  # fmt: skip
-        note = "Means over heads and positions of `lapcli analyze`; it gives no standard errors."
+        note = "Means over heads and positions of lapcli analyze; it gives no standard errors."
         blocks.append(Table("States", heads, tuple(states), text_columns=2, note=note))
     if columns:
         heads = ("cell", "columns", "σ min", "σ max", "κ")
