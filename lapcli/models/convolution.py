@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lapcli.models.precision import widened
+from lapcli.models.precision import by_one_kernel, widened
 from lapcli.models.tokens import Packing, Padding
 from lapkernels.short_conv import select_impl, short_conv
 
@@ -82,7 +82,7 @@ def convolve(
     past, time = layers[0].width - 1, inputs[0].shape[1]
     if padding is not None and time > 1:
         inputs = [padding.tokens_first(x) for x in inputs]
-    if packing is None and _needs_no_gradient(inputs[0]):
+    if packing is None and by_one_kernel(inputs[0], select_impl):
         olds = (
             [None] * len(layers)
             if states is None
@@ -107,13 +107,6 @@ def convolve(
         return outputs, ()
     olds = [None] * len(layers) if states is None else states
     return outputs, tuple(_last(x, old, past, padding, packing) for x, old in zip(inputs, olds, strict=True))
-
-
-def _needs_no_gradient(x: Tensor) -> bool:
-    """Whether one kernel can do it that keeps nothing for a backward pass."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    return select_impl(x.device, x.dtype).name == "triton"
 
 
 def _last(x: Tensor, state: Tensor | None, past: int, padding: Padding | None, packing: Packing | None) -> Tensor:

@@ -17,10 +17,12 @@ from lapcli.models.cache import RecurrentCache
 from lapcli.models.convolution import ShortConvolution
 from lapcli.models.loss import cross_entropy, next_token_labels
 from lapcli.models.mixer import DeltaRuleMixer
-from lapcli.models.norms import RMSNorm
-from lapcli.models.precision import as_product_input
+from lapcli.models.norms import NormOfSum, RMSNorm
+from lapcli.models.precision import as_product_input, by_one_kernel
 from lapcli.models.tokens import Packing, Padding
 from lapkernels.delta_rule import IMPLEMENTATIONS, Choice, select_impl, why_not
+from lapkernels.norm import select_impl as select_norm
+from lapkernels.norm import swiglu
 
 # transformers 5.24 renamed the field, and `generate` carries whichever name it finds from step to step.
 _CACHE_FIELD = "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
@@ -68,7 +70,9 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D]` to the same."""
         x = as_product_input(x)
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        inner = swiglu(gate, up) if by_one_kernel(gate, select_norm) else F.silu(gate) * up
+        return self.down_proj(inner)
 
 
 class DecoderBlock(GradientCheckpointingLayer):
@@ -83,13 +87,14 @@ class DecoderBlock(GradientCheckpointingLayer):
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = mixer
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp_norm = NormOfSum(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, mlp_width(config))
 
     def forward(self, hidden_states: Tensor, **mixing: Any) -> Tensor:
         """`[B, T, D]` to the same; `mixing` goes to the mixer."""
-        hidden_states = hidden_states + self.attn(self.attn_norm(hidden_states), **mixing)
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        mixed = self.attn(self.attn_norm(hidden_states), **mixing)
+        normed, hidden_states = self.mlp_norm(hidden_states, mixed)
+        return hidden_states + self.mlp(normed)
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):

@@ -1,10 +1,14 @@
-"""RMS norms, plain and gated: fp32 inside, with the weight applied before rounding, as fla's kernels do."""
+"""RMS norms, plain and gated: fp32 inside, with the weight applied before rounding, as fla's kernels do.
+
+Without a gradient they are one kernel of `lapkernels.norm` on a GPU, residual sum and gate included.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapcli.models.precision import widened
+from lapcli.models.precision import by_one_kernel, widened
+from lapkernels.norm import rms_norm, select_impl
 
 
 class RMSNorm(nn.Module):
@@ -26,11 +30,24 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., width]`."""
+        if by_one_kernel(x, select_impl):
+            return rms_norm(x, self.weight, self.eps).output
         return self._normalised(x).to(x.dtype)
 
     def _normalised(self, x: Tensor) -> Tensor:
         # One kernel on a GPU, where both have one dtype.
         return F.rms_norm(widened(x), self.weight.shape, widened(self.weight), self.eps)
+
+
+class NormOfSum(RMSNorm):
+    """The norm of the residual stream with what was added to it; both are wanted."""
+
+    def forward(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`x + change`, `[..., width]`, normalised; and the sum."""
+        if x.dtype == change.dtype and by_one_kernel(x, select_impl):
+            return rms_norm(change, self.weight, self.eps, residual=x)
+        x = x + change
+        return self._normalised(x).to(x.dtype), x
 
 
 class GatedRMSNorm(RMSNorm):
@@ -52,5 +69,7 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Normalise `[..., width]` and gate it by the same shape."""
+        if by_one_kernel(x, select_impl):
+            return rms_norm(x, self.weight, self.eps, gate=gate, gate_activation=self.activation).output
         opened = torch.sigmoid(widened(gate)) if self.activation == "sigmoid" else F.silu(widened(gate))
         return (self._normalised(x) * opened).to(x.dtype)

@@ -1,7 +1,11 @@
-"""The dtype that sums are made in, whatever the model's own dtype is."""
+"""The dtype that sums are made in, whatever the model's own dtype is, and when one kernel may make them."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from lapkernels.delta_rule import Choice
 
 
 def widened(x: Tensor) -> Tensor:
@@ -18,3 +22,10 @@ def as_product_input(x: Tensor) -> Tensor:
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x
     return x.to(torch.get_autocast_dtype(device))
+
+
+def by_one_kernel(x: Tensor, select_impl: Callable[[torch.device, torch.dtype], Choice]) -> bool:
+    """Whether an operator of lapkernels, which keeps nothing for a backward pass, may take `x`, by a kernel."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return select_impl(x.device, x.dtype).name == "triton"

@@ -52,6 +52,25 @@ def test_swiglu_by_its_formula():
     assert swiglu(x.to(BF16)).dtype == BF16
 
 
+@pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid"])
+def test_a_gated_norm_by_its_formula(activation):
+    x, weight, gate = torch.randn(2, 3, 7, dtype=F64), torch.randn(7, dtype=F64), torch.randn(2, 3, 7, dtype=F64)
+    opened = 1 / (1 + (-gate).exp())
+    wanted = (
+        x
+        / ((x * x).mean(-1, keepdim=True) + 1e-5).sqrt()
+        * weight
+        * (opened if activation == "sigmoid" else gate * opened)
+    )
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5, gate=gate, gate_activation=activation).output, wanted)
+
+
+def test_swiglu_of_two_tensors_is_that_of_one():
+    x = torch.randn(3, 2, 10)
+    assert torch.equal(swiglu(x[..., :5], x[..., 5:]), swiglu(x))
+    assert torch.equal(swiglu(x[..., :5].contiguous(), x[..., 5:].contiguous()), swiglu(x))
+
+
 def test_what_is_refused():
     x = torch.zeros(2, 8)
     for call, word in (
@@ -59,7 +78,10 @@ def test_what_is_refused():
         (lambda: rms_norm(x, torch.ones(8), residual=torch.zeros(8)), "residual has shape"),
         (lambda: rms_norm(torch.zeros(8, 2).t(), torch.ones(8)), "x has strides"),
         (lambda: rms_norm(x.long(), torch.ones(8)), "dtype"),
+        (lambda: rms_norm(x, torch.ones(8), gate=torch.zeros(2, 7)), "gate has shape"),
+        (lambda: rms_norm(x, torch.ones(8), gate=x, gate_activation="relu"), "relu"),
         (lambda: swiglu(torch.zeros(2, 7)), "gate and up"),
+        (lambda: swiglu(x, torch.zeros(2, 7)), "up has shape"),
         (lambda: swiglu(x, impl="magic"), "magic"),
     ):
         with pytest.raises(InvalidInput, match=word):

@@ -93,8 +93,19 @@ INTERPRETED = {
             found, wanted = (rms_norm(x, weight, residual=held, offset=1.0, impl=i) for i in ("triton", "reference"))
             torch.testing.assert_close(found.output, wanted.output, rtol=2**-10, atol=0)
             assert torch.equal(found.residual, wanted.residual)
+        for f in ("silu", "sigmoid"):
+            gate = torch.randn(3, 2, 50)[..., :37]
+            found, wanted = (rms_norm(x, weight, gate=gate, gate_activation=f, impl=i) for i in ("triton", "reference"))
+            torch.testing.assert_close(found.output, wanted.output, rtol=2**-10, atol=2**-24)
         y = torch.randn(3, 80)[:, :74]
         torch.testing.assert_close(swiglu(y, impl="triton"), swiglu(y), rtol=1e-6, atol=1e-7)
+        assert torch.equal(swiglu(y[:, :37], y[:, 37:], impl="triton"), swiglu(y, impl="triton"))
+        # Rows that share a program, the last of which is not full: to the bit what each gives alone.
+        import lapkernels.norm.triton_norm as kernels
+        alone = rms_norm(x[:, 0], weight, gate=gate[:, 0], impl="triton").output
+        kernels._MANY = 1
+        together = rms_norm(x[:, 0], weight, gate=gate[:, 0], impl="triton").output
+        torch.testing.assert_close(together, alone, rtol=2**-10, atol=2**-24)
         """,
 }
 

@@ -172,6 +172,15 @@ def test_seeds_change_under_a_graph():
     assert torch.equal(state, seen[0])
 
 
+@pytest.mark.parametrize("width", [64, 100])
+def test_norms_of_many_narrow_rows(width):
+    """Several to a program; the last one is not full."""
+    x, gate = (torch.randn(40009, width, device="cuda").to(BF16) for _ in range(2))
+    weight = torch.randn(width, device="cuda")
+    found, wanted = (rms_norm(x, weight, gate=gate, impl=i).output for i in ("triton", "reference"))
+    torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(BF16).eps, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("width", [37, 2048, 5120])
 def test_norms(width, dtype):
@@ -182,6 +191,12 @@ def test_norms(width, dtype):
         assert torch.equal(found.residual, wanted.residual)
         # Both round once, from sums in another order.
         torch.testing.assert_close(found.output, wanted.output, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    gate = torch.randn(5, 3, width, device="cuda").to(dtype)
+    for activation in ("silu", "sigmoid"):
+        found, wanted = (
+            rms_norm(x, weight, gate=gate, gate_activation=activation, impl=i).output for i in ("triton", "reference")
+        )
+        torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     gated = torch.randn(5, 2 * width + 3, device="cuda").to(dtype)[:, : 2 * width]
     found, wanted = (swiglu(gated, impl=i) for i in ("triton", "reference"))
     torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)

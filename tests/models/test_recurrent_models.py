@@ -491,3 +491,13 @@ def test_a_model_without_files_warns_of_nothing(make_config):
 
 def test_a_mixer_is_found_by_its_class(make_model):
     assert [type(mixer) for mixer in make_model("gated_deltanet").mixers()] == [GatedDeltaNetMixer] * 2
+
+
+@torch.no_grad()
+def test_without_gradients_small_operators_are_the_same(model, tokens, monkeypatch):
+    """Norms, sums and activations as a GPU runs them then, by their definition."""
+    ids = tokens(2, 9)
+    plain = model(ids).logits
+    for module in ("norms", "decoder"):
+        monkeypatch.setattr(f"lapcli.models.{module}.by_one_kernel", lambda *_: True)
+    assert relative_error(model(ids).logits, plain) < EXACT

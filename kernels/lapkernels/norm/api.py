@@ -36,9 +36,11 @@ def rms_norm(
     *,
     residual: Tensor | None = None,
     offset: float = 0.0,
+    gate: Tensor | None = None,
+    gate_activation: str = "silu",
     impl: str = "auto",
 ) -> NormOutput:
-    """`s / rms(s) * (weight + offset)`, where `s` is x or `residual + x`, in fp32 (fp64 for fp64) inside.
+    """`s / rms(s) * (weight + offset) * f(gate)`, where `s` is x or `residual + x`, in fp32 (fp64 for fp64) inside.
 
     The sum is rounded to the residual's dtype before it is normed, as where the two are apart.
 
@@ -48,6 +50,8 @@ def rms_norm(
         eps: added to the mean square.
         residual: `[.., D]`, of a dtype of its own; `None` for none.
         offset: 1 for the families that keep the weight less one (Qwen3-Next, Qwen3.5).
+        gate: `[.., D]`, of a dtype of its own; `None` for none.
+        gate_activation: f: `silu`, `swish` (the same) or `sigmoid`.
         impl: `auto` (see `select_impl`), `reference` or `triton`.
 
     Returns:
@@ -57,23 +61,25 @@ def rms_norm(
         InvalidInput: a shape, dtype, stride or device that breaks the contract.
         KernelUnavailable: an `impl` asked for by name that cannot run here.
     """
-    check_norm(x, weight, residual)
+    check_norm(x, weight, residual, gate, gate_activation)
+    sigmoid = gate_activation == "sigmoid"
     if _CHOICE.chosen(impl, x.device, x.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.norm.triton_norm import rms_norm_triton
 
         if x.shape[-1] <= _WIDEST:
-            return NormOutput(*rms_norm_triton(x, weight, eps, residual, offset))
+            return NormOutput(*rms_norm_triton(x, weight, eps, residual, offset, gate, sigmoid))
         if impl == "triton":
             raise KernelUnavailable(f"impl='triton' for the norm: a program holds rows of {_WIDEST}, not {x.shape[-1]}")
-    return NormOutput(*rms_norm_reference(x, weight, eps, residual, offset))
+    return NormOutput(*rms_norm_reference(x, weight, eps, residual, offset, gate, sigmoid))
 
 
-def swiglu(x: Tensor, *, impl: str = "auto") -> Tensor:
+def swiglu(x: Tensor, up: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     """`silu(gate) * up`, in fp32 (fp64 for fp64) inside.
 
     Args:
-        x: `[.., 2 F]`, gate and up side by side, the last axis contiguous.
+        x: `[.., 2 F]`, gate and up side by side, the last axis contiguous; with `up` the gate alone, `[.., F]`.
+        up: `[.., F]`, where it lies apart.
         impl: `auto` (see `select_impl`), `reference` or `triton`.
 
     Returns:
@@ -83,10 +89,11 @@ def swiglu(x: Tensor, *, impl: str = "auto") -> Tensor:
         InvalidInput: a shape, dtype or stride that breaks the contract.
         KernelUnavailable: an `impl` asked for by name that cannot run here.
     """
-    check_gated(x)
+    check_gated(x, up)
+    gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
     if _CHOICE.chosen(impl, x.device, x.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.norm.triton_norm import swiglu_triton
 
-        return swiglu_triton(x)
-    return swiglu_reference(x)
+        return swiglu_triton(gate, up)
+    return swiglu_reference(gate, up)

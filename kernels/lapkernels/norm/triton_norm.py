@@ -1,4 +1,4 @@
-"""One program a row for the norm, one a block for the activation."""
+"""One program a row, or a few narrow ones, for the norm; one a block for the activation."""
 
 from typing import Any
 
@@ -11,16 +11,21 @@ from lapkernels.decoding.configs import power_of_two
 from lapkernels.decoding.triton_parts import sigmoid
 
 _BLOCK = 1024
+_MANY = 4096
+"""Programs that are enough for any GPU: rows share one only where there are more."""
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, x_stride, residual_stride, width, eps, offset,
-                     BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):  # fmt: skip
-    """A row: its sum with the residual is rounded as it is kept, and then normed."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    mask = at < width
+def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, gate_ptr, out_ptr, total_ptr, x_stride, residual_stride,
+                     gate_stride, rows, width, eps, offset, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                     RESIDUAL: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr):  # fmt: skip
+    """ROWS rows: their sum with the residual is rounded as it is kept, and then normed, and then gated."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (at < width)
     x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
+    if GATE:
+        gate = tl.load(gate_ptr + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         dtype = total_ptr.dtype.element_ty
         # The library rounds what is added first, then the sum.
@@ -29,50 +34,59 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, x_stri
         total = x.to(dtype)
         tl.store(total_ptr + row * width + at, total, mask=mask)
         x = total.to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x) / width + eps)
-    x *= tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32) + offset
+    x *= tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+    x *= tl.load(weight_ptr + at, mask=at < width, other=0.0).to(tl.float32) + offset
+    if GATE:
+        opened = sigmoid(gate)
+        x *= opened if SIGMOID else gate * opened
     tl.store(out_ptr + row * width + at, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _swiglu_kernel(x_ptr, out_ptr, x_stride, width, blocks, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, blocks, BLOCK: tl.constexpr):
     """A block of a row."""
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
     at = pid % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
-    gate = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + width + at, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + at, (gate * sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm_triton(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float, gate: Tensor | None, sigmoid: bool
 ) -> tuple[Tensor, Tensor]:
     """Arguments as `rms_norm` has checked them; returns the output and the sum."""
     rows, width = _rows(x), x.shape[-1]
     held = rows if residual is None else _rows(residual)
+    gates = rows if gate is None else _rows(gate)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     block = power_of_two(width)
-    launch: Any = _rms_norm_kernel[(len(rows),)]
+    # Narrow rows, such as heads, several to a program; few rows, as in a step, one each.
+    together = min(max(1, _BLOCK // block), max(1, power_of_two(len(rows)) // _MANY))
+    launch: Any = _rms_norm_kernel[(-(-len(rows) // together),)]
     with torch.cuda.device(x.device.index if x.is_cuda else -1):
         launch(
-            rows, held, weight, out, total, rows.stride(0), held.stride(0), width, eps, offset, BLOCK=block,
-            RESIDUAL=residual is not None, num_warps=max(1, min(32, block // 512)),
+            rows, held, weight, gates, out, total, rows.stride(0), held.stride(0), gates.stride(0), len(rows), width,
+            eps, offset, ROWS=together, BLOCK=block, RESIDUAL=residual is not None, GATE=gate is not None,
+            SIGMOID=sigmoid, num_warps=max(1, min(32, together * block // 512)),
         )  # fmt: skip
     return out, total
 
 
-def swiglu_triton(x: Tensor) -> Tensor:
-    """Arguments as `swiglu` has checked them."""
-    rows, width = _rows(x), x.shape[-1] // 2
-    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+def swiglu_triton(gate: Tensor, up: Tensor) -> Tensor:
+    """Arguments as `swiglu` has checked them, apart."""
+    gates, ups, width = _rows(gate), _rows(up), gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block = min(_BLOCK, power_of_two(width))
     blocks = -(-width // block)
-    launch: Any = _swiglu_kernel[(len(rows) * blocks,)]
-    with torch.cuda.device(x.device.index if x.is_cuda else -1):
-        launch(rows, out, rows.stride(0), width, blocks, BLOCK=block, num_warps=max(1, block // 256))
+    launch: Any = _swiglu_kernel[(len(gates) * blocks,)]
+    with torch.cuda.device(gate.device.index if gate.is_cuda else -1):
+        launch(
+            gates, ups, out, gates.stride(0), ups.stride(0), width, blocks, BLOCK=block, num_warps=max(1, block // 256)
+        )
     return out
 
 

@@ -6,7 +6,7 @@ from lapkernels.decoding.rows import check_last_axis, check_tensor
 from lapkernels.errors import InvalidInput
 
 
-def check_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+def check_norm(x: Tensor, weight: Tensor, residual: Tensor | None, gate: Tensor | None, activation: str) -> None:
     """Check the arguments of `rms_norm`.
 
     Raises:
@@ -21,14 +21,26 @@ def check_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     if residual is not None:
         check_tensor("residual", residual, tuple(x.shape), x.device)
         check_last_axis("residual", residual)
+    if gate is not None:
+        check_tensor("gate", gate, tuple(x.shape), x.device)
+        check_last_axis("gate", gate)
+    if activation not in ("silu", "swish", "sigmoid"):
+        raise InvalidInput(f"gate_activation is '{activation}'; it should be silu, swish (the same) or sigmoid")
 
 
-def check_gated(x: Tensor) -> None:
-    """Check the argument of `swiglu`.
+def check_gated(x: Tensor, up: Tensor | None) -> None:
+    """Check the arguments of `swiglu`.
 
     Raises:
         InvalidInput: saying what it is and what it should be.
     """
+    if up is not None:
+        check_tensor("x", x, tuple(x.shape), x.device)
+        check_tensor("up", up, tuple(x.shape), x.device)
+        check_last_axis("x", x)
+        check_last_axis("up", up)
+        if x.numel():
+            return
     if x.ndim < 1 or not x.numel() or x.shape[-1] % 2:
         raise InvalidInput(f"x has shape {list(x.shape)}; it should be [.., 2 F], gate and up side by side")
     check_tensor("x", x, tuple(x.shape), x.device)
