@@ -42,7 +42,7 @@ def test_the_fastest_of_each_maker_is_shown(pages):
 
 def test_the_page_is_what_the_script_writes(pages, tmp_path, monkeypatch):
     page = shutil.copy(ROOT / "docs" / "chunks.md", tmp_path / "chunks.md")
-    monkeypatch.setattr(sys, "argv", ["chunks_page.py", str(ROOT / "docs" / "chunks.jsonl"), page])
+    monkeypatch.setattr(sys, "argv", ["chunks_page.py", str(ROOT / "docs" / "chunks.jsonl"), str(page)])
     pages.main()
     assert Path(page).read_text() == (ROOT / "docs" / "chunks.md").read_text()
     assert (tmp_path / "img" / "chunks-roofline.svg").stat().st_size > 0
