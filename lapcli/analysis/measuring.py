@@ -180,7 +180,7 @@ class OnDevice:
             flags = [flag.double()[None] for _label, _layer, flag in self._finite]
             # The one time that the host waits.
             told = torch.cat([*flags, *(values.flatten() for values in found.values())]).cpu()
-        for (label, layer, _flag), finite in zip(self._finite, told.tolist()[: len(flags)], strict=True):
+        for (label, layer, _flag), finite in zip(self._finite, told[: len(flags)].tolist(), strict=True):
             if not finite:
                 raise _not_finite(layer, label)
         sizes = [values.numel() for values in found.values()]
