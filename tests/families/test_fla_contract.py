@@ -6,7 +6,6 @@ its own since Triton decides at import whether it interprets.
 """
 
 import json
-import os
 import subprocess
 import sys
 
@@ -26,6 +25,8 @@ from lapcli.stages.selection import select
 from lapcli.stages.slicing import plan_slicing, slice_model
 from lapcli.testing.fla_checks import chunked_errors, stepwise_errors
 from lapcli.testing.fla_models import register_gdn2
+from lapcli.testing.interpreter import run_interpreted
+from lapcli.testing.processes import run_forked
 from lapcli.testing.slices import layers_of, random_kept, selection_of, sliced_by
 
 KEPT = 11
@@ -54,43 +55,29 @@ BUILD = """
 import json, sys
 from pathlib import Path
 from lapcli.testing.fla_models import tiny_fla_model
-for name, (model_type, config) in json.load(sys.stdin).items():
+for name, (model_type, config) in json.loads(sys.argv[2]).items():
     tiny_fla_model(model_type, Path(sys.argv[1]) / name / "base", **config)
 """
 MEASURE = """
-import json, sys, warnings
+import json, sys
 from pathlib import Path
-# The interpreter has nothing to tune: every configuration computes the same.
-import triton.runtime.autotuner as autotuner
-autotuner.Autotuner._bench = lambda self, *args, **kwargs: [0.0, 0.0, 0.0]
-warnings.simplefilter("ignore")
-import torch
-torch.set_num_threads(1)
 from lapcli.testing.fla_checks import stepwise_errors
 from lapcli.testing.fla_models import register_gdn2
 register_gdn2()
 found = {}
 for name in json.load(sys.stdin):
     work = Path(sys.argv[1]) / name
-    found[name] = stepwise_errors(work / "base", work / "interpreted", "cpu", 10)
+    found[name] = stepwise_errors(work / "base", work / "interpreted", "cpu", 8)
 print(json.dumps(found))
 """
-
-
-def in_a_process(program: str, *arguments: str, given: object, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        input=json.dumps(given), capture_output=True, text=True, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """The folder with every tiny model, `NAME/base`; fla is imported in another process, since it registers types."""
     folder = tmp_path_factory.mktemp("fla")
-    in_a_process(BUILD, str(folder), given=ON_DISK)
+    done = run_forked(folder, json.dumps(ON_DISK), program=BUILD)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -174,7 +161,11 @@ print(json.dumps(found))
     paths = {name: str(source.path) for name, source in slices.items()}
     # Types that fla has come first: for them nothing of lapcli's is imported.
     paths = dict(sorted(paths.items(), key=lambda item: item[0].startswith("gdn2")))
-    wanted = json.loads(in_a_process(program, given=paths).splitlines()[-1])
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(paths), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = json.loads(done.stdout.splitlines()[-1])
     assert wanted.keys() == slices.keys()
     for name, shapes in wanted.items():
         if slices[name].config["tie_word_embeddings"]:
@@ -257,8 +248,9 @@ from transformers import AutoConfig
 assert type(AutoConfig.from_pretrained(folder)).__module__.startswith("fla.")
 print(type(load_model(resolve_model(str(folder)))).__module__)
 """
-    out = in_a_process(program, str(tmp_path / "mamba2"), given=None)
-    assert out.splitlines()[-1] == "transformers.models.mamba2.modeling_mamba2"
+    done = run_forked(tmp_path / "mamba2", program=program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "transformers.models.mamba2.modeling_mamba2"
 
 
 def assert_stepwise(errors: dict[str, float]):
@@ -272,8 +264,7 @@ def assert_stepwise(errors: dict[str, float]):
 
 @pytest.fixture(scope="module")
 def interpreted(models):
-    out = in_a_process(MEASURE, str(models), given=list(VARIANTS), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    return json.loads(out.splitlines()[-1])
+    return json.loads(run_interpreted(MEASURE, str(models), given=list(VARIANTS)).splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
