@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lapcli.serving.dispatch import Piece
+from lapcli.serving.jobs import Piece
 from lapcli.serving.texts import Texts
 
 _LEAST = -9999.0

@@ -18,8 +18,9 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from lapcli.errors import LapcliError
 from lapcli.serving.answers import Answer, ChatForm, CompletionForm, Form, error_document, event
-from lapcli.serving.dispatch import Busy, Dispatcher, Failed, Job, Piece
+from lapcli.serving.dispatch import Busy, Dispatcher
 from lapcli.serving.gate import App, Gate, Refused
+from lapcli.serving.jobs import Failed, Job, Piece
 from lapcli.serving.keys import ApiKeys
 from lapcli.serving.metrics import Registry
 from lapcli.serving.schema import ChatRequest, CompletionRequest
@@ -243,6 +244,10 @@ class Service:
         if decisions:
             notes["configuration"] = ",".join(sorted(each.configuration for each in decisions))
             notes["why"] = ",".join(sorted({each.reason for each in decisions}))
+        switches = sum(job.switches for job in jobs)
+        if switches:
+            notes["switches"] = switches
+            notes["ended_as"] = ",".join(sorted({job.configuration for job in jobs}))
         if any(job.tries > 1 for job in jobs):
             notes["tries"] = max(job.tries for job in jobs)
 

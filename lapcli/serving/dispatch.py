@@ -1,23 +1,18 @@
-"""Requests between their handlers and the engine: a fair queue, limits, and what happens when the engine dies."""
+"""Requests between their handlers and the engine: limits, policy, and what happens when the engine dies."""
 
 import asyncio
-import heapq
-import itertools
 import math
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from lapcli.serving.jobs import TRIES, Failed, FairQueue, Job, Piece, Restarted
 from lapcli.serving.logs import log
 from lapcli.serving.metrics import Registry
-from lapcli.serving.policy import Decision, Load, Policy, RequestFacts
+from lapcli.serving.policy import REVIEW_SECONDS, Configuration, Load, Policy, RequestFacts, RunningFacts
 from lapcli.serving.protocol import Message
 from lapcli.serving.settings import Limits
-
-_TRIES = 3
-"""Engines that a request may have died with before it is taken for the cause; the last has it alone."""
 
 
 class Busy(Exception):
@@ -34,165 +29,18 @@ class Busy(Exception):
         self.status, self.message, self.retry_after = status, message, retry_after
 
 
-class Piece(NamedTuple):
-    """Something new of an answer.
-
-    Attributes:
-        tokens: how many came.
-        text: what is new of the text.
-        reason: why it ended, with its last piece.
-        scores: of each token: id, log-probability, and pairs of these of the likeliest.
-    """
-
-    tokens: int
-    text: str
-    reason: str | None
-    scores: list[Any]
-
-
-class Restarted(NamedTuple):
-    """The answer begins anew; what came so far is void."""
-
-
-class Failed(NamedTuple):
-    """The request cannot be answered.
-
-    Attributes:
-        status: of HTTP, where nothing was answered yet.
-        message: why.
-    """
-
-    status: int
-    message: str
-
-
-@dataclass(eq=False)
-class Job:
-    """One prompt on its way.
-
-    Attributes:
-        name: unique.
-        client: whose it is.
-        prompt: its tokens.
-        settings: of `lapcli.runtime.GenerationSettings`.
-        pieces: what came of it and was not taken yet.
-        shown: whether the client has seen something of the answer, so that it cannot begin anew.
-        tries: engines that it was given to.
-        decision: what it runs as.
-        begun: when it came, by the monotonic clock.
-        first: when its first token came.
-        last: when its last token came.
-        tokens: that came.
-        ended: why; `None` while it is not.
-    """
-
-    name: str
-    client: str
-    prompt: list[int]
-    settings: dict[str, Any]
-    pieces: "asyncio.Queue[Piece | Restarted | Failed]" = field(default_factory=asyncio.Queue)
-    shown: bool = False
-    tries: int = 0
-    decision: Decision | None = None
-    begun: float = field(default_factory=time.monotonic)
-    first: float | None = None
-    last: float | None = None
-    tokens: int = 0
-    ended: str | None = None
-
-    @property
-    def suspect(self) -> bool:
-        """Whether it may be what engines die of, so that others had better not be there."""
-        return self.tries >= _TRIES - 1
-
-    @property
-    def cost(self) -> int:
-        """What it takes of a server, in tokens, at most."""
-        return len(self.prompt) + self.settings["max_new_tokens"]
-
-
-class FairQueue:
-    """Serves clients in proportion: a client's next request goes behind what all have had since it last waited.
-
-    Start-time fair queueing over tokens: each job gets the virtual time at which the client's jobs before it will have
-    had their turn, and the least is next. A client that comes back after a while has no credit from then.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Job]] = []
-        self._tags: dict[Job, tuple[float, int]] = {}
-        self._ends: dict[str, float] = {}
-        self._counts: Counts[str] = Counts()
-        self._now = 0.0
-        self._turn = itertools.count()
-        self.tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._tags)
-
-    def put(self, job: Job) -> None:
-        """Let a job wait; one that waited before gets its old place."""
-        if job in self._tags:
-            return
-        start = max(self._now, self._ends.get(job.client, 0.0))
-        self._ends[job.client] = start + job.cost
-        self._put(job, (start, next(self._turn)))
-
-    def put_back(self, job: Job) -> None:
-        """Let a job wait that had its turn: before all others."""
-        self._put(job, (-1.0, next(self._turn)))
-
-    def _put(self, job: Job, tag: tuple[float, int]) -> None:
-        self._tags[job] = tag
-        self._counts[job.client] += 1
-        self.tokens += len(job.prompt)
-        heapq.heappush(self._heap, (*tag, job))
-
-    @property
-    def first(self) -> Job:
-        """The next one; there has to be one."""
-        while True:
-            start, turn, job = self._heap[0]
-            if self._tags.get(job) == (start, turn):
-                return job
-            heapq.heappop(self._heap)
-
-    def take(self) -> Job:
-        """Let the next one wait no longer."""
-        job = self.first
-        self._now = max(self._now, self._tags[job][0])
-        self._drop(job)
-        return job
-
-    def remove(self, job: Job) -> None:
-        """Let a job wait no longer."""
-        if job in self._tags:
-            # What it did not get, its client is not charged.
-            self._ends[job.client] = self._ends.get(job.client, 0.0) - job.cost
-            self._drop(job)
-
-    def jobs(self) -> list[Job]:
-        """All that wait."""
-        return list(self._tags)
-
-    def _drop(self, job: Job) -> None:
-        del self._tags[job]
-        if len(self._heap) > 2 * len(self._tags) + 64:
-            self._heap = [entry for entry in self._heap if self._tags.get(entry[2]) == entry[:2]]
-            heapq.heapify(self._heap)
-        self.tokens -= len(job.prompt)
-        self._counts[job.client] -= 1
-        if self._counts[job.client] == 0:
-            del self._counts[job.client]
-        if not self._tags:
-            # Nobody waits, so nobody is behind; clients that never come back are forgotten.
-            self._heap.clear()
-            self._ends.clear()
-            self._now = 0.0
-        elif len(self._ends) > 2 * len(self._counts) + 64:
-            self._ends = {
-                client: end for client, end in self._ends.items() if end > self._now or self._counts[client] > 0
-            }
+_OF_THE_ENGINE = (
+    ("total_bytes", "memory_for_rows_bytes", "That states, keys and values may take."),
+    ("free_bytes", "memory_for_rows_free_bytes", "Of these, what no row takes."),
+    ("peak_bytes", "memory_for_rows_peak_bytes", "Most of these that rows took since the engine began."),
+    ("prefill_seconds", "prompt_token_seconds", "That a token of a prompt takes, as measured."),
+    ("step_seconds", "step_seconds", "That a step takes, as measured."),
+    ("set_back", "set_back", "Rows that lost their place for want of memory since the engine began."),
+    ("mixed_steps", "mixed_steps", "Steps whose rows were of several configurations since the engine began."),
+    ("mixed_seconds", "mixed_seconds", "That these took."),
+    ("split_seconds", "split_seconds", "Of these, what it cost that layers ran in parts, by a layer's measured cost."),
+)
+"""What of the engine's statistics is a gauge: its name there, and here. Where the engine says nothing it is 0."""
 
 
 class Dispatcher:
@@ -207,6 +55,7 @@ class Dispatcher:
 
     Attributes:
         facts: what the engine said of itself when it was ready last; empty before it ever was.
+        configurations: that it has, by name.
         draining: whether no more requests are taken.
         heard: when the engine was last heard of, by the monotonic clock.
     """
@@ -214,6 +63,7 @@ class Dispatcher:
     def __init__(self, limits: Limits, policy: Policy, registry: Registry):
         self.limits, self.policy = limits, policy
         self.facts: dict[str, Any] = {}
+        self.configurations: dict[str, Configuration] = {}
         self.stats: dict[str, Any] = {}
         self.draining = False
         self.heard = 0.0
@@ -221,7 +71,7 @@ class Dispatcher:
         self._queue = FairQueue()
         self._inside: dict[str, Job] = {}
         self._clients: Counts[str] = Counts()
-        self._rate, self._counted = 0.0, 0.0
+        self._rate, self._counted, self._reviewed = 0.0, 0.0, 0.0
         self._alone = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -230,7 +80,12 @@ class Dispatcher:
     def _measure(self, registry: Registry) -> None:
         self.tokens = registry.counter("lapcli_tokens_total", "Tokens of prompts taken in and of answers, by kind.")
         self.ended = registry.counter("lapcli_answers_total", "Prompts whose answer ended, by reason.")
-        self.decided = registry.counter("lapcli_configurations_total", "Prompts by the configuration they got.")
+        self.decided = registry.counter(
+            "lapcli_configurations_total", "Prompts by the configuration they began as, and why."
+        )
+        self.said_as = registry.counter("lapcli_configuration_tokens_total", "Tokens of answers, by configuration.")
+        self.switched = registry.counter("lapcli_switches_total", "Running prompts handed over, by what to, and why.")
+        self.replayed = registry.counter("lapcli_switch_tokens_total", "Tokens that were replayed for that.")
         self.restarts = registry.counter("lapcli_engine_restarts_total", "Engines that died and were started anew.")
         self.rerun = registry.counter("lapcli_reruns_total", "Prompts that were run again after an engine died.")
         registry.gauge("lapcli_waiting", "Prompts that wait for room.", lambda: len(self._queue))
@@ -244,6 +99,24 @@ class Dispatcher:
         registry.gauge("lapcli_memory_bytes", "Memory of the engine.", lambda: self.stats.get("memory", 0))
         registry.gauge("lapcli_peak_memory_bytes", "Most of it.", lambda: self.stats.get("peak_memory", 0))
         registry.gauge("lapcli_held_bytes", "Bytes on the device.", lambda: self.facts.get("bytes", {}), "kind")
+        for stat, name, text in _OF_THE_ENGINE:
+            registry.gauge(f"lapcli_{name}", text, lambda stat=stat: self.stats.get(stat, 0))
+        registry.gauge(
+            "lapcli_configuration_ppl_increase",
+            "Of each configuration, measured at its conversion, as a share.",
+            lambda: {each.name: each.increase for each in self.configurations.values()},
+            "configuration",
+        )
+        registry.gauge(
+            "lapcli_configuration_share",
+            "Of the layers that each configuration converts.",
+            lambda: {each.name: each.share for each in self.configurations.values()},
+            "configuration",
+        )
+        registry.gauge("lapcli_running", "Prompts in the engine, by configuration.", self._running, "configuration")
+        self.switch_seconds = registry.histogram(
+            "lapcli_switch_seconds", "From an order to hand over until it is done."
+        )
         self.first_seconds = registry.histogram("lapcli_first_token_seconds", "From a request to its first token.")
         self.token_seconds = registry.histogram("lapcli_inter_token_seconds", "Between two tokens of an answer.")
         self.whole_seconds = registry.histogram("lapcli_answer_seconds", "From a request to its last token.")
@@ -282,8 +155,9 @@ class Dispatcher:
                 self.retry_after(),
             )
         self._drop_zero(client)
-        room = int(self.stats.get("rows", 0)) - len(self._inside)
-        if len(self._queue) + count > limits.waiting + max(0, room) or self._queue.tokens > limits.waiting_tokens:
+        # Where some wait there is none, whatever the number of rows: memory may be what they wait for.
+        room = 0 if len(self._queue) else max(0, int(self.stats.get("rows", 0)) - len(self._inside))
+        if len(self._queue) + count > limits.waiting + room or self._queue.tokens > limits.waiting_tokens:
             raise Busy(429, f"{len(self._queue)} prompts wait already", self.retry_after())
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -327,6 +201,8 @@ class Dispatcher:
     def engine_ready(self, facts: Message, send: Callable[[Message], None]) -> None:
         """There is an engine now."""
         self.facts = {key: value for key, value in facts.items() if key not in ("op", "stats")}
+        told = map(Configuration.of, self.facts.get("configurations", ()))
+        self.configurations = {each.name: each for each in sorted(told, key=lambda each: each.converted)}
         self.stats = facts["stats"]
         self.heard = time.monotonic()
         self._send = send
@@ -341,7 +217,7 @@ class Dispatcher:
             if job.shown:
                 job.pieces.put_nowait(Failed(500, f"the engine died ({why}) in the middle of this answer"))
                 self._end(job, "failed")
-            elif job.tries >= _TRIES:
+            elif job.tries >= TRIES:
                 job.pieces.put_nowait(Failed(500, f"{job.tries} engines died while they had this request ({why})"))
                 self._end(job, "failed")
             else:
@@ -366,6 +242,8 @@ class Dispatcher:
                 self._end(job, "failed")
         else:
             self.stats = message["stats"]
+            for name, configuration, tokens, seconds in message.get("switched", ()):
+                self._switched(name, configuration, tokens, seconds)
             came = 0
             for name, tokens, text, reason, scores in message["events"]:
                 job = self._inside.get(name)
@@ -374,6 +252,7 @@ class Dispatcher:
                     self._take(job, Piece(len(tokens), text, reason, scores))
             self._count(came)
         self._pump()
+        self._review()
 
     def _take(self, job: Job, piece: Piece) -> None:
         if piece.tokens:
@@ -386,6 +265,7 @@ class Dispatcher:
             job.last = self.heard
             job.tokens += piece.tokens
             self.tokens.add(piece.tokens, kind="answer")
+            self.said_as.add(piece.tokens, configuration=job.configuration)
         job.pieces.put_nowait(piece)
         if piece.reason is not None:
             del self._inside[job.name]
@@ -412,6 +292,32 @@ class Dispatcher:
         if self._clients[client] <= 0:
             del self._clients[client]
 
+    def _running(self) -> Counts[str]:
+        """How many run as each configuration."""
+        return Counts(job.configuration for job in self._inside.values())
+
+    def load(self) -> Load:
+        """How things stand, as a policy is told."""
+        stats = self.stats
+        total, free = int(stats.get("total_bytes", 0)), int(stats.get("free_bytes", 0))
+        if total:
+            # What was sent to the engine and is not in its figures yet has to be counted as well.
+            free = min(free, total - sum(self._bytes(job) for job in self._inside.values()))
+        return Load(
+            len(self._inside),
+            len(self._queue),
+            int(stats.get("rows", 0)),
+            total,
+            free,
+            float(stats.get("prefill_seconds", 0.0)),
+            float(stats.get("step_seconds", 0.0)),
+            tuple(self.configurations.values()),
+        )
+
+    def _bytes(self, job: Job) -> int:
+        known = self.configurations.get(job.configuration)
+        return 0 if known is None else known.row_bytes(len(job.prompt) + job.tokens)
+
     def _pump(self) -> None:
         """Give the engine what it has room for, and a little more, so that it never waits for us."""
         rows = int(self.stats.get("rows", 0))
@@ -419,16 +325,14 @@ class Dispatcher:
         while self._send is not None and len(self._queue) and len(self._inside) < room:
             if self._inside and (self._queue.first.suspect or self._alone):
                 return
+            load = self.load()
+            if self._inside and load.total_bytes and load.free_bytes <= 0:
+                # The longer it waits here, the more is known when its configuration is chosen.
+                return
             job = self._queue.take()
             self._alone = job.suspect
-            load = Load(len(self._inside), len(self._queue), rows)
-            facts = RequestFacts(len(job.prompt), job.settings["max_new_tokens"])
-            decision = self.policy.choose(facts, load)
-            if job.decision is not None and decision.configuration != job.decision.configuration:
-                log("configuration", id=job.name, was=job.decision.configuration, **decision._asdict())
-            job.decision = decision
+            self._choose(job, load._replace(waiting=len(self._queue)))
             job.tries += 1
-            self.decided.add(configuration=decision.configuration)
             self._inside[job.name] = job
             self._send(
                 {
@@ -436,6 +340,70 @@ class Dispatcher:
                     "id": job.name,
                     "prompt": job.prompt,
                     "settings": job.settings,
-                    "configuration": decision.configuration,
+                    "configuration": job.configuration,
                 }
             )
+
+    def _choose(self, job: Job, load: Load) -> None:
+        """Let the policy choose what a job begins as, and say so."""
+        decision = self.policy.choose(RequestFacts(len(job.prompt), job.settings["max_new_tokens"]), load)
+        if len(self.configurations) > 1 or (job.decision is not None and job.decision != decision):
+            log(
+                "configuration",
+                id=job.name,
+                was=job.configuration or None,
+                **decision._asdict(),
+                prompt_tokens=len(job.prompt),
+                memory_used=round(load.used, 4),
+                active=load.active,
+                waiting=load.waiting,
+            )
+        job.decision, job.configuration, job.switching = decision, decision.configuration, None
+        self.decided.add(**decision._asdict())
+
+    def _review(self) -> None:
+        """Let the policy look at what runs, now and then."""
+        if len(self.configurations) < 2 or self._send is None or self.heard - self._reviewed < REVIEW_SECONDS:
+            return
+        self._reviewed = self.heard
+        queued = set(self.stats.get("queued", ()))
+        running = [
+            RunningFacts(
+                job.name,
+                job.configuration,
+                len(job.prompt) + job.tokens,
+                job.settings["max_new_tokens"] - job.tokens,
+                job.name in queued,
+                # What is on its way into the engine, or half in, is left alone until it is in.
+                job.switching is not None or (job.first is None and job.name not in queued),
+            )
+            for job in self._inside.values()
+        ]
+        load = self.load()
+        for switch in self.policy.review(running, load):
+            job = self._inside[switch.name]
+            job.switching = switch.configuration
+            log(
+                "switch",
+                id=job.name,
+                was=job.configuration,
+                configuration=switch.configuration,
+                reason=switch.reason,
+                tokens=len(job.prompt) + job.tokens,
+                replay_seconds=round(switch.replay_seconds, 6),
+                frees_bytes=switch.frees_bytes,
+                memory_used=round(load.used, 4),
+                active=load.active,
+                waiting=load.waiting,
+            )
+            self.switched.add(configuration=switch.configuration, reason=switch.reason)
+            self._send({"op": "switch", "id": job.name, "configuration": switch.configuration})
+
+    def _switched(self, name: str, configuration: str, tokens: int, seconds: float) -> None:
+        """A request goes on as something else."""
+        self.replayed.add(tokens)
+        self.switch_seconds.observe(seconds)
+        job = self._inside.get(name)
+        if job is not None:
+            job.configuration, job.switching = configuration, None
+            job.switches += 1

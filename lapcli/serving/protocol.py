@@ -1,8 +1,10 @@
 """What front and engine say to each other: one JSON document a line, over a socket pair.
 
-The front says `start` (once, with the `EngineSettings`), `add`, `cancel` and `stop`; the engine says `ready` with what
-it found out, or `fatal`, then `step` after each step that brought something and at least every second, and `failed`
-for a request that it cannot do.
+The front says `start` (once, with the `EngineSettings`), `add` (a request and the configuration that it begins as),
+`switch` (to another one), `cancel` and `stop`; the engine says `ready` with what it found out (`configurations` among
+that), or `fatal`, then `step` after each step that brought something and at least every second, and `failed` for a
+request that it cannot do. A `step` has its events, statistics (`lapcli.serving.loop`), and what was `switched`: the
+request, its configuration, tokens that were replayed, and seconds from the order on.
 """
 
 import json

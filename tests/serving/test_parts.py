@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lapcli.errors import ModelError, UsageError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
-from lapcli.serving.dispatch import FairQueue, Job
+from lapcli.serving.jobs import FairQueue, Job
 from lapcli.serving.keys import ApiKeys, read_keys
 from lapcli.serving.loop import EngineLoop
 from lapcli.serving.metrics import Registry
