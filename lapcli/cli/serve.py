@@ -13,11 +13,13 @@ from lapcli.errors import UsageError
 
 if TYPE_CHECKING:
     from lapcli.families.source import ModelSource
+    from lapcli.serving.modes import Served
     from lapcli.serving.server import Running
     from lapcli.serving.settings import EngineSettings
 
 _HTTP = "Who may come in"
 _ROOM = "Room"
+_CONVERTED = "Converted models"
 _LIMITS = "Limits"
 _MACHINE = "This machine"
 
@@ -28,7 +30,13 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    model: options.Model = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Directory, hub id or demo:NAME; or the directory of a conversion (lapcli convert --to dsla), which "
+            "adapts to what is asked. Default: the run's model, else demo:gdn."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_HTTP)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one.", rich_help_panel=_HTTP)] = 8000,
     api_key_file: Annotated[
@@ -73,6 +81,44 @@ def run(
             rich_help_panel=_ROOM,
         ),
     ] = None,
+    adapt: Annotated[
+        bool | None,
+        typer.Option(
+            "--adapt/--no-adapt",
+            help="Convert more or fewer layers for each request, as its length and memory demand. Default of a "
+            "conversion, unless there is a --fraction.",
+            rich_help_panel=_CONVERTED,
+        ),
+    ] = None,
+    fraction: Annotated[
+        str | None,
+        typer.Option(help="Of the layers that are converted, for every request; 0: none.", rich_help_panel=_CONVERTED),
+    ] = None,
+    max_ppl_increase: Annotated[
+        str | None,
+        typer.Option(
+            help="Of perplexity, as measured at the conversion, that converted layers may cost: 10% or 0.1. Default of "
+            "--adapt: 10%.",
+            rich_help_panel=_CONVERTED,
+        ),
+    ] = None,
+    caps: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers that are converted while memory is free, by tokens of the prompt. Default: "
+            "0:12.5%,2048:25%,4096:37.5%,8192:50%.",
+            rich_help_panel=_CONVERTED,
+        ),
+    ] = None,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="With --adapt: attention weights of layers that can be converted lie in the host's memory and are "
+            "fetched when a request needs them.",
+            rich_help_panel=_CONVERTED,
+        ),
+    ] = False,
     max_waiting: Annotated[
         int, typer.Option(help="Prompts that may wait for room; more get 429.", rich_help_panel=_LIMITS)
     ] = 1024,
@@ -100,11 +146,13 @@ def run(
     """Serve until SIGTERM or Ctrl-C; then end what is under way, and take no more."""
     from lapcli.cli import context, display
     from lapcli.families.packed import longest_sequence
+    from lapcli.families.source import resolve_model
     from lapcli.machine import Machine
     from lapcli.runtime.engine import DEFAULT_LENGTH
     from lapcli.serving.assembling import assemble, read_chat_template, refuse_without_the_extra
     from lapcli.serving.gate import is_loopback
     from lapcli.serving.keys import read_keys
+    from lapcli.serving.modes import Wish, find_conversion
     from lapcli.serving.server import Running, address, bind
     from lapcli.serving.settings import EngineSettings, Limits
     from lapcli.stages.planning import memory_bytes
@@ -123,7 +171,11 @@ def run(
     )
     keys = read_keys(os.environ, api_key_file)
     template = read_chat_template(chat_template)
-    source = context.last_model(model, context.run_directory(run_path))
+    found = find_conversion(model, Wish(adapt, fraction, max_ppl_increase, caps, offload))
+    if found is None:
+        source = context.last_model(model, context.run_directory(run_path))
+    else:
+        source, name = resolve_model(str(found.conversion.place.base)), name or found.conversion.root.resolve().name
     machine = Machine(device, dtype, context.prompt_kernel(kernel), trust_remote_code=trust_remote_code)
     states = context.state_dtype(state_dtype)
     machine.check(source.config)
@@ -139,6 +191,7 @@ def run(
         memory=None if memory is None else memory_bytes(memory),
         piece=prefill_tokens,
         trust_remote_code=trust_remote_code,
+        **({} if found is None else found.settings),
     )
     reporter = display.DisplayReporter(quiet or as_json)
     if made_for is not None and settings.max_length > made_for:
@@ -148,10 +201,11 @@ def run(
     refuse_without_the_extra()
     with contextlib.closing(bind(host, port)) as taken:
         if dry_run:
-            would = {"url": address(taken), "keys": len(keys), **_dry(source, settings)}
+            would = {"url": address(taken), "keys": len(keys), **_dry(source, settings), **_dry_converted(found)}
             display.would_do(would, as_json)
             return
-        parts = assemble(source, settings, limits, keys, name=name, chat_template=template)
+        policy = None if found is None else found.policy
+        parts = assemble(source, settings, limits, keys, name=name, chat_template=template, policy=policy)
         _serve(Running(parts, taken, limits), source, as_json=as_json, quiet=quiet)
 
 
@@ -193,4 +247,17 @@ def _dry(source: "ModelSource", settings: "EngineSettings") -> dict[str, Any]:
         "rows_together": settings.max_rows or "what memory holds",
         "steps": "fused" if why is None else f"the library's forward pass, row by row ({why})",
         "writes": "nothing",
+    }
+
+
+def _dry_converted(found: "Served | None") -> dict[str, Any]:
+    if found is None:
+        return {}
+    return {
+        "conversion": str(found.conversion.root),
+        "offloads": found.settings["offload"],
+        "configurations": {
+            each.name: {"converted": round(each.share, 4), "ppl_increase": round(each.increase, 4)}
+            for each in found.configurations
+        },
     }

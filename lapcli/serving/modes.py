@@ -75,7 +75,8 @@ def read_conversion(root: Path) -> Conversion:
         for number, prefix in enumerate(document["prefixes"], 1):
             if int(prefix["number"]) != number:
                 raise ValueError(f"prefix {number} is missing")
-            increase = float(prefix["perplexity"]) / teacher - 1
+            # Rounded, so that 11 after 10 is 10 %, as it is typed.
+            increase = round(float(prefix["perplexity"]) / teacher - 1, 12)
             found.append(Configuration(f"{number}-of-{layers}", number, layers, increase=increase))
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise ArtifactError(
@@ -229,3 +230,110 @@ def _number(fraction: str, layers: int) -> int:
     from lapcli.linearising.settings import layers_of
 
     return 0 if _fraction(fraction, "--fraction") == 0 else layers_of(fraction, layers)
+
+
+class Wish(NamedTuple):
+    """How a conversion is to be served, as it was typed.
+
+    Attributes:
+        adapt: whether each request gets the configuration that suits it; `None`: unless there is a fraction.
+        fraction: of the layers that are converted for every request; 0 for none.
+        max_ppl_increase: see `parse_share`.
+        caps: see `parse_caps`.
+        offload: whether what most requests do without lies in the host's memory.
+    """
+
+    adapt: bool | None = None
+    fraction: str | None = None
+    max_ppl_increase: str | None = None
+    caps: str | None = None
+    offload: bool = False
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that it comes to.
+
+        Raises:
+            UsageError: its parts contradict each other.
+        """
+        if self.adapt and self.fraction is not None:
+            raise UsageError(
+                f"--adapt and --fraction {self.fraction}: either each request gets what suits it, or all the same",
+                "pass one of them",
+            )
+        if self.fraction is None and self.adapt is not False:
+            return Mode(ADAPTIVE, None)
+        for option, value in (("--caps", self.caps), ("--offload", self.offload or None)):
+            if value is not None:
+                raise UsageError(f"{option} is for --adapt: here every request runs as the same", f"drop {option}")
+        fraction = self.fraction or "0"
+        _fraction(fraction, "--fraction")
+        return Mode(NEVER, "0") if fraction == "0" else Mode(f"{STATIC}:{fraction}", fraction)
+
+    def refuse(self, model: str) -> None:
+        """Refuse it for what is no conversion.
+
+        Raises:
+            UsageError: it asks for something that only a conversion has.
+        """
+        given = {
+            "--adapt": self.adapt or None,
+            "--fraction": self.fraction,
+            "--max-ppl-increase": self.max_ppl_increase,
+            "--caps": self.caps,
+            "--offload": self.offload or None,
+        }
+        option = next((name for name, value in given.items() if value is not None), None)
+        if option is None:
+            return
+        above = Path(model).parent.parent
+        hint = f"make one: lapcli convert {model} --to dsla --fraction 0.5 --output DIR; then lapcli serve DIR"
+        raise UsageError(
+            f"{option}: {model} is one model, and what is chosen from is the directory of a conversion",
+            f"name that: lapcli serve {above} {option}" if is_conversion(above) else hint,
+        )
+
+
+class Served(NamedTuple):
+    """A conversion that is to be served.
+
+    Attributes:
+        conversion: it.
+        policy: chooses.
+        configurations: that it may choose.
+        settings: of the engine, by their names in `EngineSettings`.
+    """
+
+    conversion: Conversion
+    policy: Policy
+    configurations: list[Configuration]
+    settings: dict[str, Any]
+
+
+def find_conversion(model: str | None, wish: Wish) -> Served | None:
+    """What a named conversion is to be served as; `None` where the name is not one's.
+
+    Raises:
+        ArtifactError: it is damaged.
+        UsageError: the wish contradicts itself, or cannot be met.
+    """
+    mode = wish.mode
+    if model is None or not is_conversion(Path(model)):
+        wish.refuse(model or "the model")
+        return None
+    conversion = read_conversion(Path(model))
+    policy, chosen = policy_of(
+        mode,
+        conversion.configurations,
+        caps=PAPER_CAPS if wish.caps is None else parse_caps(wish.caps),
+        most_increase=None
+        if wish.max_ppl_increase is None
+        else parse_share(wish.max_ppl_increase, "--max-ppl-increase"),
+        where=model,
+    )
+    settings = {
+        "conversion": str(Path(model).resolve()),
+        "configurations": [each.converted for each in chosen],
+        "offload": wish.offload,
+    }
+    return Served(conversion, policy, chosen, settings)

@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lapcli.errors import UsageError
+from lapcli.serving.modes import Wish, find_conversion
 from lapcli.serving.settings import EngineSettings, Limits
 
 if TYPE_CHECKING:
     from lapcli.serving.assembling import Parts
 
-_ENGINE = {field.name for field in fields(EngineSettings)} - {"device", "dtype"}
+_ENGINE = {field.name for field in fields(EngineSettings)} - {
+    "device",
+    "dtype",
+    "conversion",
+    "configurations",
+    "offload",
+}
 _LIMITS = {field.name for field in fields(Limits)}
+_CONVERTED = set(Wish._fields)
 _OTHERS = {"device", "dtype", "name", "chat_template", "api_key_file"}
 
 
@@ -24,8 +32,9 @@ def build(arguments: dict[str, Any]) -> Any:
     """Make an application of Ray Serve's.
 
     Args:
-        arguments: `model`, and besides fields of `EngineSettings` and `Limits`, and `name`, `chat_template` and
-            `api_key_file` as of `lapcli serve`. Paths are those of the replicas' machines.
+        arguments: `model`, and besides fields of `EngineSettings`, `Limits` and `Wish` (for a conversion, what
+            fractions and shares there are as texts), and `name`, `chat_template` and `api_key_file` as of
+            `lapcli serve`. Paths are those of the replicas' machines.
 
     Returns:
         An application with one deployment, `Model`.
@@ -33,7 +42,7 @@ def build(arguments: dict[str, Any]) -> Any:
     Raises:
         UsageError: an argument that nobody knows, or no model.
     """
-    known = _ENGINE | _LIMITS | _OTHERS
+    known = _ENGINE | _LIMITS | _CONVERTED | _OTHERS
     unknown = sorted(set(arguments) - known)
     if unknown or "model" not in arguments:
         raise UsageError(
@@ -104,10 +113,16 @@ def _parts(arguments: dict[str, Any]) -> "Parts":
     from lapcli.serving.assembling import assemble, read_chat_template
     from lapcli.serving.keys import read_keys
 
-    source = resolve_model(str(arguments["model"]))
+    # What the command line takes as text may be a number in YAML.
+    typed = {name: value for name, value in arguments.items() if name in _CONVERTED}
+    wish = Wish(**{name: value if isinstance(value, bool) else str(value) for name, value in typed.items()})
+    found = find_conversion(str(arguments["model"]), wish)
+    source = resolve_model(str(arguments["model"] if found is None else found.conversion.place.base))
     machine = Machine(str(arguments.get("device", "auto")), str(arguments.get("dtype", "auto")))
     machine.check(source.config)
     given = {name: value for name, value in arguments.items() if name in _ENGINE}
+    if found is not None:
+        given |= {"model": str(source.path), **found.settings}
     given.setdefault("max_length", min(longest_sequence(source.config) or DEFAULT_LENGTH, DEFAULT_LENGTH))
     settings = EngineSettings(
         device=str(machine.torch_device()),
@@ -121,6 +136,7 @@ def _parts(arguments: dict[str, Any]) -> "Parts":
         settings,
         limits,
         read_keys(os.environ, None if keys is None else Path(keys)),
-        name=arguments.get("name"),
+        name=arguments.get("name") or (None if found is None else found.conversion.root.resolve().name),
+        policy=None if found is None else found.policy,
         chat_template=read_chat_template(None if template is None else Path(template)),
     )

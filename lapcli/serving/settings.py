@@ -1,5 +1,6 @@
 """What the engine is made for, and how much of everything a client may send."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -26,6 +27,10 @@ class EngineSettings:
         memory: bytes that weights, states, keys and values may take; `None` for most of what is free on a GPU.
         piece: prompt tokens between two steps, at most; `None` for what suits the device.
         trust_remote_code: whether code in the model's directory may run.
+        conversion: the directory of a conversion, whose teacher `model` is; `None` for a model by itself.
+        configurations: how many of the conversion's layers, in their order, are converted in each of the configurations
+            that requests may run as.
+        offload: whether those parts of layers that most requests do without lie in the host's memory.
     """
 
     model: str
@@ -38,6 +43,9 @@ class EngineSettings:
     memory: int | None = None
     piece: int | None = None
     trust_remote_code: bool = False
+    conversion: str | None = None
+    configurations: Sequence[int] = ()
+    offload: bool = False
 
     def document(self) -> dict[str, Any]:
         """As JSON takes it."""
