@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from lapcli.families.source import resolve_model
 from lapcli.serving.assembling import assemble
 from lapcli.serving.keys import ApiKeys
+from lapcli.serving.policy import Policy
 from lapcli.serving.server import Running, bind
 from lapcli.serving.settings import EngineSettings, Limits
 
@@ -126,6 +127,7 @@ def local_server(
     limits: Limits | None = None,
     keys: Sequence[str] = (),
     command: Sequence[str] | None = None,
+    policy: Policy | None = None,
     **settings: Any,
 ) -> Generator[LocalServer]:
     """Serve a model on a free port of this machine while the block lasts.
@@ -135,6 +137,7 @@ def local_server(
         limits: see there.
         keys: of the API.
         command: that starts the engine; default: lapcli's own.
+        policy: which configuration a request gets; default: the only one.
         settings: of the engine, beside model, device and dtype.
 
     Yields:
@@ -146,7 +149,7 @@ def local_server(
     source = resolve_model(str(model))
     limits = limits or Limits()
     wanted = EngineSettings(model=str(model), device="cpu", dtype="float32", **settings)
-    parts = assemble(source, wanted, limits, ApiKeys(list(keys)), command=command)
+    parts = assemble(source, wanted, limits, ApiKeys(list(keys)), command=command, policy=policy)
     running = Running(parts, bind("127.0.0.1", 0), limits)
     loop = asyncio.new_event_loop()
     ready = threading.Event()

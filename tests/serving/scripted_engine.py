@@ -1,7 +1,8 @@
 """An engine without a model, for tests of the front: a token is a number, and prompts say what happens.
 
 The answer to a prompt is its last token, again and again, one each `pace` seconds. Tokens from 200 on are orders
-where a 3 is before them.
+where a 3 is before them. With `SCRIPTED_MEMORY` bytes for rows there are configurations of four layers: an attention
+layer takes a byte a token, a converted one 10 for a row; rows are handed over at once.
 """
 
 import json
@@ -15,11 +16,28 @@ import time
 DIE_AT_ONCE, DIE_LATER, HANG, FAIL, NONSENSE, LONG = 200, 201, 202, 203, 204, 205
 ROWS = int(os.environ.get("SCRIPTED_ROWS", "2"))
 PACE = float(os.environ.get("SCRIPTED_PACE", "0.005"))
+MEMORY = int(os.environ.get("SCRIPTED_MEMORY", "0"))
+
+
+def row_bytes(converted, tokens):
+    return 10 * converted + (4 - converted) * tokens
+
+
+def described(converted):
+    return {
+        "name": f"{converted}-of-4",
+        "converted": converted,
+        "layers": 4,
+        "fixed_bytes": row_bytes(converted, 0),
+        "token_bytes": row_bytes(converted, 1) - row_bytes(converted, 0),
+        "quality": {"increase": converted / 100},
+    }
 
 
 def main():
     connection = socket.socket(fileno=int(sys.argv[1]))
     buffer, rows, stats = b"", {}, {"active": 0, "waiting": 0, "rows": ROWS, "steps": 0, "shrunk": 0, "memory": 1}
+    runs_as, switched = {}, []
 
     def say(message):
         connection.sendall(json.dumps(message).encode() + b"\n")
@@ -44,18 +62,28 @@ def main():
                         "path": "scripted",
                         "bytes": {"all": 1},
                     }
+                    if MEMORY:
+                        facts["configurations"] = [described(converted) for converted in range(5)]
+                        stats |= {"total_bytes": MEMORY, "free_bytes": MEMORY}
+                        stats |= {"prefill_seconds": 1e-6, "step_seconds": PACE, "queued": []}
                     say({"op": "ready", **facts, "stats": stats})
                 elif message["op"] == "stop":
                     return
                 elif message["op"] == "cancel":
                     rows.pop(message["id"], None)
+                elif message["op"] == "switch":
+                    if message["id"] in rows:
+                        runs_as[message["id"]] = message["configuration"]
+                        tokens = rows[message["id"]][3] + rows[message["id"]][1]
+                        switched.append([message["id"], message["configuration"], tokens, 0.01])
                 else:
                     first, *_, last = [0, *message["prompt"]][-2:]
                     token = last if first == 3 else min(last, 199)
-                    rows[message["id"]] = [token, 0, message["settings"]["max_new_tokens"]]
+                    rows[message["id"]] = [token, 0, message["settings"]["max_new_tokens"], len(message["prompt"])]
+                    runs_as[message["id"]] = message["configuration"]
         events = []
         for name, row in list(rows.items())[:ROWS]:
-            token, count, most = row
+            token, count, most, _ = row
             if token == DIE_AT_ONCE or (token == DIE_LATER and count == 3):
                 if events:
                     say({"op": "step", "events": events, "stats": stats})
@@ -76,8 +104,12 @@ def main():
                 del rows[name]
         stats["steps"] += 1
         stats["active"] = len(rows)
-        if events:
-            say({"op": "step", "events": events, "stats": stats})
+        if MEMORY:
+            taken = sum(row_bytes(int(runs_as[name][0]), row[3] + row[1]) for name, row in rows.items())
+            stats["free_bytes"] = MEMORY - taken
+        if events or switched:
+            say({"op": "step", "events": events, "switched": switched, "stats": stats})
+            switched.clear()
 
 
 if __name__ == "__main__":
