@@ -10,17 +10,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lapcli.errors import DataError
+from lapcli.serving.policy import Configuration
 
 if TYPE_CHECKING:
     from lapcli.runtime import Batch
 
 _STEPS = 24
 _REPEATS = 5
+_PROMPT = 4
+
+
+ONE = Configuration("base", 0, 0)
+"""Of a model that comes in one, where nobody says more."""
 
 
 @dataclass(frozen=True)
-class StepCosts:
-    """Seconds of an engine's work.
+class Curve:
+    """Seconds of an engine's work for rows of one configuration.
+
+    Attributes:
+        steps: rows and seconds of a step, ascending.
+        prompts: tokens and seconds of one pass of a prompt, ascending.
+        context_step: seconds more of a step for each token that its rows have seen.
+        context_prompt: seconds more of a pass for each token seen before, times the tokens of the pass.
+    """
+
+    steps: tuple[tuple[int, float], ...]
+    prompts: tuple[tuple[int, float], ...]
+    context_step: float = 0.0
+    context_prompt: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepCosts(Curve):
+    """Seconds of an engine's work; steps and prompts are of its configuration with the fewest converted layers.
+
+    Layers are alike, so that what lies between the fewest and the most converted ones is on a straight line.
 
     Attributes:
         model: whose.
@@ -28,33 +53,54 @@ class StepCosts:
         rows: the engine has room for.
         window: tokens of a request, prompt and answer.
         piece: prompt tokens between two steps, at most.
-        steps: rows and seconds of a step, ascending.
-        prompts: tokens and seconds of one pass of a prompt, ascending.
-        context_step: seconds more of a step for each token that its rows have seen.
-        context_prompt: seconds more of a pass for each token seen before, times the tokens of the pass.
+        configurations: that it has, by how much they convert.
+        most: of the one with the most; `None` where there is one configuration.
+        split_seconds: more of a step for each layer that is attention for some of its rows and states for others.
+        weights_bytes: of the model, all configurations together.
+        layer_bytes: of these, for each layer that is there twice.
+        total_bytes: that keys and values might take in the engine that was measured; 0 where nothing limited them.
     """
 
-    model: str
-    device: str
-    rows: int
-    window: int
-    piece: int
-    steps: tuple[tuple[int, float], ...]
-    prompts: tuple[tuple[int, float], ...]
-    context_step: float = 0.0
-    context_prompt: float = 0.0
+    model: str = ""
+    device: str = "cpu"
+    rows: int = 1
+    window: int = 2
+    piece: int = 1
+    configurations: tuple[Configuration, ...] = (ONE,)
+    most: Curve | None = None
+    split_seconds: float = 0.0
+    weights_bytes: int = 0
+    layer_bytes: int = 0
+    total_bytes: int = 0
 
-    def step(self, rows: int, seen: int) -> float:
-        """Seconds of a step of rows that have seen so many tokens together."""
-        return _between(self.steps, rows) + self.context_step * seen
+    def step(self, rows: int, seen: float, converted: float = 0.0, seen_converted: float = 0.0) -> float:
+        """Seconds of a step, but for layers that run in parts.
 
-    def prompt(self, tokens: int, seen: int) -> float:
-        """Seconds of a pass of so many tokens after so many others."""
-        return _between(self.prompts, tokens) + self.context_prompt * tokens * seen
+        Args:
+            rows: in it.
+            seen: tokens that they have seen together.
+            converted: the sum over rows of how far each is from the fewest converted layers to the most, 0 to 1.
+            seen_converted: the same sum, each times the tokens that its row has seen.
+        """
+        seconds = _between(self.steps, rows) + self.context_step * seen
+        if self.most is None or not converted:
+            return seconds
+        other = _between(self.most.steps, rows) - _between(self.steps, rows)
+        context = (self.most.context_step - self.context_step) * seen_converted
+        return seconds + other * converted / rows + context
+
+    def prompt(self, tokens: int, seen: int, converted: float = 0.0) -> float:
+        """Seconds of a pass of so many tokens after so many others, for a row that is so far converted, 0 to 1."""
+        seconds = _between(self.prompts, tokens) + self.context_prompt * tokens * seen
+        if self.most is None or not converted:
+            return seconds
+        other = _between(self.most.prompts, tokens) + self.most.context_prompt * tokens * seen
+        return seconds + (other - seconds) * converted
 
     def write(self, path: Path) -> None:
         """Write them as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        document = {**asdict(self), "configurations": [each.document() for each in self.configurations]}
+        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def read_costs(path: Path) -> StepCosts:
@@ -65,13 +111,22 @@ def read_costs(path: Path) -> StepCosts:
     """
     try:
         document: dict[str, Any] = json.loads(path.read_text())
-        for name in ("steps", "prompts"):
-            document[name] = tuple((int(size), float(seconds)) for size, seconds in document[name])
-            if not document[name]:
-                raise ValueError(f"{name} is empty")
-        return StepCosts(**document)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        document |= _curve(document)
+        if document.get("most") is not None:
+            document["most"] = Curve(**{**document["most"], **_curve(document["most"])})
+        told = tuple(map(Configuration.of, document.get("configurations", ())))
+        return StepCosts(**{**document, "configurations": told or (ONE,)})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} holds no step costs: {error}", "delete it, and they are measured again") from error
+
+
+def _curve(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("steps", "prompts"):
+        found[name] = tuple((int(size), float(seconds)) for size, seconds in document[name])
+        if not found[name]:
+            raise ValueError(f"{name} is empty")
+    return found
 
 
 def _between(points: Sequence[tuple[int, float]], size: int) -> float:
@@ -86,37 +141,97 @@ def _between(points: Sequence[tuple[int, float]], size: int) -> float:
     return below + (above - below) * (size - low) / (high - low)
 
 
-def measure_costs(batch: "Batch", *, model: str, window: int) -> StepCosts:
+def measure_costs(batch: "Batch", *, model: str, window: int, base_bytes: int = 0) -> StepCosts:
     """Measure, with an engine that does nothing else meanwhile.
 
     Args:
         batch: as a server has it, with a tokenizer: making texts of tokens is a part of a step.
         model: its name.
         window: tokens of a request.
+        base_bytes: of the weights of the unconverted model; 0 where there is no other.
     """
+    engine, piece = batch.engine, batch.piece or batch.together
+    known = [told_of(each) for each in engine.configurations]
+    least, most = known[0], known[-1]
+    rows = _rows_of_steps(batch)
+    curve = _measure_curve(batch, rows, window, None if len(known) == 1 else least.name)
+    other = None if len(known) == 1 else _measure_curve(batch, rows, window, most.name)
+    split = 0.0
+    if other is not None and rows > 1:
+        split = split_cost(batch, rows, (curve.steps[-1][1] + other.steps[-1][1]) / 2)
+    weights = engine.nbytes()["weights"]
+    return StepCosts(
+        **vars(curve),
+        model=model,
+        device=str(engine.device),
+        rows=engine.max_rows,
+        window=window,
+        piece=piece,
+        configurations=tuple(known),
+        most=other,
+        split_seconds=split,
+        weights_bytes=weights,
+        layer_bytes=(weights - base_bytes) // most.converted if base_bytes and most.converted else 0,
+        total_bytes=engine.pages.count * engine.pages.page_bytes,
+    )
+
+
+def told_of(configuration: Any) -> Configuration:
+    """What a front is told of one of an engine's configurations.
+
+    A slot of states is there for each row whatever it runs as, so that rows differ by keys and values alone.
+    """
+    increase = configuration.quality.get("increase", 0.0)
+    return Configuration(
+        configuration.name, configuration.converted, configuration.layers, 0, configuration.token_bytes, increase
+    )
+
+
+def _rows_of_steps(batch: "Batch") -> int:
+    """As many rows as the engine has room for where each has a short text."""
     engine = batch.engine
-    rows, piece = engine.max_rows, batch.piece or batch.together
+    need = engine.pages.need(_PROMPT + _STEPS + 8 + engine.max_rows)
+    return max(1, min(engine.max_rows, engine.pages.count // need if need else engine.max_rows))
+
+
+def _measure_curve(batch: "Batch", rows: int, window: int, name: str | None) -> Curve:
+    """What one configuration takes."""
+    engine, piece = batch.engine, batch.piece or batch.together
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size < rows] + [rows]
     # Prompts of one token that is surely there; what it is does not matter.
     token = engine.vocabulary // 2
-    steps = tuple((size, _step_seconds(batch, size, 4, token)) for size in sizes)
+    steps = tuple((size, step_seconds(batch, [name] * size, _PROMPT, token)) for size in sizes)
     passes = [size for size in (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if size < min(piece, window)]
     passes.append(min(piece, window - 1))
-    prompts = tuple((size, _prompt_seconds(batch, [token] * size)) for size in passes)
+    prompts = tuple((size, prompt_seconds(batch, [token] * size, name)) for size in passes)
     context_step = context_prompt = 0.0
     if engine.limited and window > 512:
         far = window // 2
-        context_step = max(0.0, (_step_seconds(batch, 1, far, token) - steps[0][1]) / far)
-        context_prompt = max(0.0, _context_seconds(batch, token, far, passes[-1], prompts[-1][1]))
-    return StepCosts(model, str(engine.device), rows, window, piece, steps, prompts, context_step, context_prompt)
+        context_step = max(0.0, (step_seconds(batch, [name], far, token) - steps[0][1]) / far)
+        context_prompt = max(0.0, _context_seconds(batch, token, far, passes[-1], prompts[-1][1], name))
+    return Curve(steps, prompts, context_step, context_prompt)
 
 
-def _step_seconds(batch: "Batch", rows: int, prompt: int, token: int) -> float:
-    """Seconds of a step of so many rows, text and all."""
+def split_cost(batch: "Batch", rows: int, alike: float) -> float:
+    """Seconds more of a step for each layer that runs in parts.
+
+    Args:
+        batch: with several configurations.
+        rows: of the step, half of them of the first and half of the last configuration.
+        alike: seconds of a step of so many rows where they agree, as a mean of both.
+    """
+    first, last = batch.engine.configurations[0], batch.engine.configurations[-1]
+    names: list[str | None] = [(first, last)[number % 2].name for number in range(rows)]
+    mixed = step_seconds(batch, names, _PROMPT, batch.engine.vocabulary // 2)
+    return max(0.0, (mixed - alike) / (last.converted - first.converted))
+
+
+def step_seconds(batch: "Batch", configurations: Sequence[str | None], prompt: int, token: int) -> float:
+    """Seconds of a step of rows of these configurations, text and all."""
     from lapcli.runtime import GenerationSettings
 
-    for _ in range(rows):
-        batch.add([token] * prompt, GenerationSettings(max_new_tokens=_STEPS + 8 + rows))
+    for name in configurations:
+        batch.add([token] * prompt, GenerationSettings(max_new_tokens=_STEPS + 8 + len(configurations)), name)
     while batch.waiting:
         batch.advance()
     batch.advance()
@@ -129,25 +244,25 @@ def _step_seconds(batch: "Batch", rows: int, prompt: int, token: int) -> float:
     return statistics.median(found)
 
 
-def _prompt_seconds(batch: "Batch", tokens: list[int]) -> float:
+def prompt_seconds(batch: "Batch", tokens: list[int], name: str | None = None) -> float:
     """Seconds of a prompt that goes through at once, and of choosing its first token."""
     engine = batch.engine
     found: list[float] = []
     for _ in range(_REPEATS):
         begun = time.perf_counter()
-        row = engine.prefill(tokens, piece=len(tokens))
+        row = engine.prefill(tokens, piece=len(tokens), configuration=name)
         row.logits.argmax().item()
         found.append(time.perf_counter() - begun)
         engine.release(row.slot)
     return statistics.median(found[1:])
 
 
-def _context_seconds(batch: "Batch", token: int, far: int, piece: int, first: float) -> float:
+def _context_seconds(batch: "Batch", token: int, far: int, piece: int, first: float, name: str | None) -> float:
     """Seconds more of a pass for each token seen before and each of its own."""
     engine = batch.engine
     found: list[float] = []
     for _ in range(3):
-        filling = engine.begin([token] * (far + piece))
+        filling = engine.begin([token] * (far + piece), name)
         for _ in range(0, far, piece):
             engine.fill(filling, min(piece, far - filling.seen))
         begun = time.perf_counter()

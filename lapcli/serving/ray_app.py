@@ -113,9 +113,7 @@ def _parts(arguments: dict[str, Any]) -> "Parts":
     from lapcli.serving.assembling import assemble, read_chat_template
     from lapcli.serving.keys import read_keys
 
-    # What the command line takes as text may be a number in YAML.
-    typed = {name: value for name, value in arguments.items() if name in _CONVERTED}
-    wish = Wish(**{name: value if isinstance(value, bool) else str(value) for name, value in typed.items()})
+    wish = Wish(**_as_typed(arguments))
     found = find_conversion(str(arguments["model"]), wish)
     source = resolve_model(str(arguments["model"] if found is None else found.conversion.place.base))
     machine = Machine(str(arguments.get("device", "auto")), str(arguments.get("dtype", "auto")))
@@ -140,3 +138,9 @@ def _parts(arguments: dict[str, Any]) -> "Parts":
         policy=None if found is None else found.policy,
         chat_template=read_chat_template(None if template is None else Path(template)),
     )
+
+
+def _as_typed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What there is of a `Wish`: texts of the command line may be numbers in YAML."""
+    given = {name: value for name, value in arguments.items() if name in _CONVERTED}
+    return {name: value if isinstance(value, bool) else str(value) for name, value in given.items()}

@@ -1,9 +1,11 @@
 """What came of a replay: latencies by their percentiles, throughput, and what was refused."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from lapcli.serving.policy import Configuration
 
 PERCENTILES = (50, 95, 99)
 
@@ -93,3 +95,90 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
         # The least value that so many percent do not exceed.
         found[f"p{percent}"] = ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
     return {**found, "max": ordered[-1]}
+
+
+def adapting_figures(
+    configurations: Sequence[Configuration],
+    *,
+    tokens_as: Mapping[str, float],
+    began_as: Mapping[str, float],
+    switches: Mapping[str, float],
+    switch_tokens: float,
+    switch_seconds: float,
+    steps: float,
+    mixed_steps: float,
+    mixed_seconds: float,
+    split_seconds: float,
+    set_back: float,
+    peak_bytes: float,
+) -> dict[str, Any]:
+    """What converting cost and how much of it was done.
+
+    The quality proxy is the increase of perplexity that was measured of the configuration that said a token, as a mean
+    over all tokens of answers.
+
+    Args:
+        configurations: that there were.
+        tokens_as: tokens of answers, by the name of the configuration that said them.
+        began_as: requests, by that they began as.
+        switches: running requests that were handed over, by the reason.
+        switch_tokens: that were replayed for them.
+        switch_seconds: from orders until these were done, together.
+        steps: of the engine.
+        mixed_steps: of rows of several configurations.
+        mixed_seconds: that these took.
+        split_seconds: of these, for layers that ran in parts, by the cost of one that was measured.
+        set_back: rows that lost their place for want of memory.
+        peak_bytes: that rows took, at most.
+    """
+    by_name = {each.name: each for each in configurations}
+    said = sum(tokens_as.values())
+
+    def mean(of: Callable[[Configuration], float]) -> float | None:
+        return sum(of(by_name[name]) * tokens for name, tokens in tokens_as.items()) / said if said else None
+
+    count = sum(switches.values())
+    return {
+        "share_converted": mean(lambda each: each.share),
+        "ppl_increase": mean(lambda each: each.increase),
+        "tokens_as": dict(tokens_as),
+        "began_as": dict(began_as),
+        "switches": dict(switches),
+        "switch_tokens": switch_tokens,
+        "switch_mean_seconds": switch_seconds / count if count else None,
+        "steps": steps,
+        "mixed_steps": mixed_steps,
+        "mixed_mean_seconds": mixed_seconds / mixed_steps if mixed_steps else None,
+        "split_mean_seconds": split_seconds / mixed_steps if mixed_steps else None,
+        "split_percent_of_mixed": 100 * split_seconds / mixed_seconds if mixed_seconds else None,
+        "set_back": set_back,
+        "rows_peak_bytes": peak_bytes,
+    }
+
+
+def compared(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """What the other modes took, over what the last one took: above 1 it is the better.
+
+    Args:
+        modes: figures of each, the one that is compared last.
+    """
+    *others, last = modes
+    found: dict[str, dict[str, float | None]] = {}
+    for name in others:
+        found[f"{name} / {last}"] = {
+            figure: _ratio(modes[name][figure], modes[last][figure], column)
+            for figure, column in (
+                ("normalised_seconds", "mean"),
+                ("first_token_seconds", "p95"),
+                ("inter_token_seconds", "p95"),
+                ("answer_seconds", "p99"),
+                ("rows_peak_bytes", None),
+            )
+        }
+    return found
+
+
+def _ratio(above: Any, under: Any, column: str | None) -> float | None:
+    if column is not None:
+        above, under = (None if each is None else each[column] for each in (above, under))
+    return above / under if above is not None and under else None

@@ -153,7 +153,7 @@ def test_figures():
     assert found["latest_send_seconds"] == pytest.approx(0.1)
 
 
-COSTS = StepCosts("x", "cpu", 2, 1000, 100, ((1, 1.0), (2, 1.5)), ((100, 10.0), (200, 20.0)))
+COSTS = StepCosts(((1, 1.0), (2, 1.5)), ((100, 10.0), (200, 20.0)), model="x", rows=2, window=1000, piece=100)
 
 
 def test_a_simulation_by_hand():
@@ -171,7 +171,8 @@ def test_a_simulation_by_hand():
 def test_a_simulation_refuses_and_spreads():
     turns = [Turn(0.0, n, (100,), 1, 100) for n in range(6)]
     alone = simulate(turns, COSTS, waiting=1)
-    assert [each.status for each in alone] == [200, 200, 200, 429, 429, 429]
+    # Two have rows, one is sent ahead, so that the engine never waits for the front, and one waits.
+    assert [each.status for each in alone] == [200, 200, 200, 200, 429, 429]
     spreaded = simulate(turns, COSTS, replicas=3, waiting=1)
     assert all(each.done for each in spreaded)
     # Two each, and prompts of one length that fit a piece only one by one.
@@ -196,9 +197,8 @@ def test_a_simulation_does_the_steps_that_an_engine_does(folder):
     ends = []
     while batch.unfinished:
         ends += [event.row for event in batch.advance() if event.reason]
-    costs = StepCosts("x", "cpu", 3, 1000, 32, ((1, 1.0),), ((1, 0.0),))
     # One unit of time for each step, whatever its rows, and none for prompts.
-    costs = StepCosts(**{**vars(costs), "steps": ((1, 1.0), (3, 1.0)), "prompts": ((1, 1e-9), (32, 1e-9))})
+    costs = StepCosts(((1, 1.0), (3, 1.0)), ((1, 1e-9), (32, 1e-9)), rows=3, window=1000, piece=32)
     turns = [Turn(0.0, n, (p,), a, p) for n, (p, a) in enumerate(zip(lengths, answers, strict=True))]
     outcomes = simulate(turns, costs)
     assert round(max(each.end for each in outcomes)) == steps
