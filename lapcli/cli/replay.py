@@ -1,6 +1,7 @@
 """`lapcli replay`: a trace of requests sent to a server, or worked off by engines that are only thought of."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +13,18 @@ from lapcli.errors import UsageError
 if TYPE_CHECKING:
     from lapcli.reporting import Reporter
     from lapcli.serving.costs import StepCosts
+    from lapcli.serving.modes import Mode, Wish
+    from lapcli.serving.replay_engines import Engines
     from lapcli.serving.replay_results import Outcome
     from lapcli.serving.replay_trace import Fitted, Turn
 
+Results = dict[str, "tuple[dict[str, Any], list[Outcome]]"]
+"""By mode: figures, and what came of each request."""
+
 _LOAD = "The load"
 _SIMULATION = "Simulation"
+_ENGINE = "Engines that are started or simulated here"
+_MODES = "Modes of a conversion"
 _ROWS = (
     ("normalised_seconds", "answer / token", 1e3, "ms"),
     ("first_token_seconds", "first token", 1e3, "ms"),
@@ -36,7 +44,9 @@ def run(
     trace: Annotated[
         Path, typer.Argument(help="CSV file, also packed by xz, with TIMESTAMP, ContextTokens, GeneratedTokens.")
     ],
-    url: Annotated[str, typer.Option(help="Of the server.", rich_help_panel=_LOAD)] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str | None, typer.Option(help="Of the server. Default: http://127.0.0.1:8000.", rich_help_panel=_LOAD)
+    ] = None,
     requests: Annotated[
         int | None, typer.Option(help="The first so many requests. Default: all.", rich_help_panel=_LOAD)
     ] = None,
@@ -63,16 +73,42 @@ def run(
             rich_help_panel=_SIMULATION,
         ),
     ] = None,
+    replicas: Annotated[int, typer.Option(help="Engines.", rich_help_panel=_SIMULATION)] = 1,
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            help="How a conversion is served, one after the other, each by a server that is started here, or simulated: "
+            "never,static:0.5,adaptive.",
+            rich_help_panel=_MODES,
+        ),
+    ] = None,
+    max_ppl_increase: Annotated[
+        str | None,
+        typer.Option(help="Of adaptive: see lapcli serve. Default: 10%.", rich_help_panel=_MODES),
+    ] = None,
+    caps: Annotated[str | None, typer.Option(help="Of adaptive: see lapcli serve.", rich_help_panel=_MODES)] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Of adaptive: see lapcli serve.", rich_help_panel=_MODES)
+    ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Model whose step costs are measured.", rich_help_panel=_SIMULATION)
+        str | None,
+        typer.Option(
+            help="Model that is served for --modes, or whose step costs are measured.", rich_help_panel=_ENGINE
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Of the weights, keys and values of an engine: 20GiB.", rich_help_panel=_ENGINE),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer.", rich_help_panel=_ENGINE)
     ] = None,
     max_rows: Annotated[
-        int | None, typer.Option(help="Requests that an engine decodes together.", rich_help_panel=_SIMULATION)
+        int | None, typer.Option(help="Requests that an engine decodes together.", rich_help_panel=_ENGINE)
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait for an engine.", rich_help_panel=_SIMULATION)
+        int, typer.Option(help="Requests that may wait for an engine.", rich_help_panel=_ENGINE)
     ] = 1024,
-    replicas: Annotated[int, typer.Option(help="Engines.", rich_help_panel=_SIMULATION)] = 1,
     output: Annotated[
         Path | None, typer.Option(help="File for the figures and each request's, as JSON.", rich_help_panel="Output")
     ] = None,
@@ -86,15 +122,26 @@ def run(
     import asyncio
 
     from lapcli.cli import display
+    from lapcli.serving.modes import Wish, parse_modes
+    from lapcli.serving.replay_client import DEFAULT_URL
+    from lapcli.serving.replay_engines import Engines
     from lapcli.serving.replay_trace import make_sessions, read_trace, scaled
+    from lapcli.stages.planning import memory_bytes
 
-    for name, value in (("requests", requests), ("replicas", replicas), ("max-rows", max_rows)):
+    for name, value in (
+        ("requests", requests), ("replicas", replicas), ("max-rows", max_rows), ("max-length", max_length)
+    ):  # fmt: skip
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}: at least 1")
     if turns < 0 or turns > 100:
         raise UsageError(f"--turns {turns}: 0 (no history) to 100")
     if output is not None and not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    wish = Wish(None, None, max_ppl_increase, caps, offload)
+    size = None if memory is None else memory_bytes(memory)
+    engine = Engines(model, size, max_length, max_rows, max_waiting, device, dtype, replicas)
+    chosen = None if modes is None else parse_modes(modes)
+    engine.check(chosen, wish, simulated=simulate is not None, url=url)
     arrivals = read_trace(trace)[:requests]
     plain = make_sessions(arrivals, turns, seed)
     reporter = display.DisplayReporter(quiet or as_json)
@@ -103,20 +150,24 @@ def run(
     head |= {"length_scale": length_scale, **_lengths(plain)}
     if dry_run:
         last = said[-1].seconds
-        display.would_do({**head, "requests": len(said), "seconds": last, "writes": str(output or "nothing")}, as_json)
+        would = {**head, "requests": len(said), "seconds": last, "writes": str(output or "nothing")}
+        if chosen is not None:
+            would["modes"] = [mode.name for mode in chosen]
+        display.would_do(would, as_json)
         return
     if simulate is not None:
-        costs = _costs(simulate, model, max_rows, device, dtype, reporter)
-        found, outcomes = _simulate(said, costs, replicas, max_waiting)
+        results = _simulate(said, engine.costs(simulate, reporter), chosen, wish, engine)
+    elif chosen is None:
+        results = {"as served": asyncio.run(_send(said, url or DEFAULT_URL, tokenizer, seed, reporter))}
     else:
-        found, outcomes = asyncio.run(_send(said, url, tokenizer, seed, reporter))
-    document = {**head, **found}
+        results = _serve_modes(said, chosen, wish, engine, tokenizer, seed, output, reporter)
+    document = {**head, **_together(results, chosen is not None)}
     if output is not None:
-        _write(output, document, outcomes)
+        _write(output, document, results)
     if as_json:
         display.emit(document)
-    else:
-        _show(document, quiet)
+    elif not quiet:
+        _show(head, {name: found for name, (found, _) in results.items()}, document.get("compared"))
 
 
 def _lengths(turns: "list[Turn]") -> dict[str, Any]:
@@ -136,12 +187,13 @@ def _fitting(fitted: "Fitted", window: int) -> dict[str, Any]:
 
 
 async def _send(
-    turns: "list[Turn]", url: str, named: str | None, seed: int, reporter: "Reporter"
+    turns: "list[Turn]", url: str, named: str | None, seed: int, reporter: "Reporter", mode: str = "as served"
 ) -> "tuple[dict[str, Any], list[Outcome]]":
     """Replay against a server."""
     from lapcli.families.loading import load_tokenizer, resolve_model
     from lapcli.serving.keys import VARIABLE
     from lapcli.serving.replay_client import Client
+    from lapcli.serving.replay_modes import served_figures
     from lapcli.serving.replay_results import summary
     from lapcli.serving.replay_texts import Prompts
     from lapcli.serving.replay_trace import fit
@@ -154,90 +206,81 @@ async def _send(
     prompts = Prompts(load_tokenizer(resolve_model(name)), seed)
     if not prompts.as_text:
         reporter.notice(f"the tokenizer of {name} has no words that stay whole; prompts are token ids")
-    with reporter.task("replaying", len(fitted.turns), "requests") as task:
+    before = await client.metrics()
+    with reporter.task(f"replaying, {mode}", len(fitted.turns), "requests") as task:
         outcomes = await client.replay(fitted.turns, prompts, card["id"], lambda _: task.advance())
-    after = await client.metrics()
-    found = summary(outcomes, mode="as served")
+    figures = served_figures(before, await client.metrics())
+    found = summary(outcomes, mode=mode)
     if found["latest_send_seconds"] > 0.25:
         reporter.warn(f"a request was sent {found['latest_send_seconds']:.2f} s late: this client is too slow for that")
-    memory = after.get("lapcli_peak_memory_bytes")
-    return {"model": card["id"], **_fitting(fitted, window), **found, "peak_memory_bytes": memory}, outcomes
+    return {"model": card["id"], **_fitting(fitted, window), **found, **figures}, outcomes
+
+
+def _serve_modes(
+    turns: "list[Turn]", modes: "list[Mode]", wish: "Wish", engine: "Engines", named: str | None, seed: int,
+    output: Path | None, reporter: "Reporter",
+) -> "Results":  # fmt: skip
+    """Replay against a server of each mode."""
+    import asyncio
+
+    from lapcli.serving.replay_engines import started
+
+    assert engine.model is not None
+    results: Results = {}
+    for mode in modes:
+        log = None if output is None else output.with_name(f"{output.name}.{mode.name.replace(':', '-')}.log")
+        reporter.notice(f"{mode.name}: lapcli serve {engine.model} {' '.join(engine.options(mode, wish))}")
+        with started(engine.model, engine.options(mode, wish), log) as url:
+            results[mode.name] = asyncio.run(_send(turns, url, named, seed, reporter, mode.name))
+    return results
 
 
 def _simulate(
-    turns: "list[Turn]", costs: "StepCosts", replicas: int, waiting: int
-) -> "tuple[dict[str, Any], list[Outcome]]":
+    turns: "list[Turn]", costs: "StepCosts", modes: "list[Mode] | None", wish: "Wish", engine: "Engines"
+) -> "Results":
     """Replay by measured costs."""
-    from lapcli.serving.replay_results import summary
+    from lapcli.serving.replay_modes import simulate_mode
     from lapcli.serving.replay_trace import fit
-    from lapcli.serving.simulation import simulate
 
-    fitted = fit(turns, costs.window)
-    outcomes = simulate(fitted.turns, costs, replicas=replicas, waiting=waiting)
-    found = summary(outcomes, mode="simulated")
-    return {"model": costs.model, "replicas": replicas, **_fitting(fitted, costs.window), **found}, outcomes
-
-
-def _costs(
-    file: Path, model: str | None, max_rows: int | None, device: str, dtype: str, reporter: "Reporter"
-) -> "StepCosts":
-    """The step costs of a file, measured first where there is none."""
-    from dataclasses import replace
-
-    from lapcli.serving.costs import measure_costs, read_costs
-
-    if file.exists():
-        costs = read_costs(file)
-        if model is not None and model != costs.model:
-            raise UsageError(f"{file} holds the costs of {costs.model}, not of {model}", "name another file")
-        return costs if max_rows is None else replace(costs, rows=max_rows)
-    if model is None:
-        raise UsageError(f"there is no {file}", "pass --model MODEL too, to measure its step costs here")
-    if not file.parent.is_dir():
-        raise UsageError(f"--simulate {file}: there is no folder {file.parent}")
-    from lapcli.families.packed import longest_sequence
-    from lapcli.families.source import resolve_model
-    from lapcli.machine import Machine
-    from lapcli.runtime.engine import DEFAULT_LENGTH
-    from lapcli.serving.settings import EngineSettings
-    from lapcli.serving.worker import prepare
-
-    source = resolve_model(model)
-    machine = Machine(device, dtype)
-    machine.check(source.config)
-    window = min(longest_sequence(source.config) or DEFAULT_LENGTH, DEFAULT_LENGTH)
-    settings = EngineSettings(
-        model,
-        str(machine.torch_device()),
-        str(machine.torch_dtype(source.config)).removeprefix("torch."),
-        max_length=window,
-        max_rows=max_rows,
-    )
-    with reporter.task(f"measuring the steps of {model}"):
-        batch, _ = prepare(settings)
-        costs = measure_costs(batch, model=model, window=window)
-    costs.write(file)
-    reporter.notice(f"step costs are in {file}")
-    return costs
+    window = min(costs.window, engine.max_length or costs.window)
+    fitted = fit(turns, window)
+    results: Results = {}
+    for mode in modes or [None]:
+        found, outcomes = simulate_mode(mode, fitted, costs, wish, engine.memory, engine.replicas, engine.max_waiting)
+        head = {"model": costs.model, **_fitting(fitted, window)}
+        results["simulated" if mode is None else mode.name] = {**head, **found}, outcomes
+    return results
 
 
-def _write(file: Path, document: dict[str, Any], outcomes: "list[Outcome]") -> None:
+def _together(results: Results, several: bool) -> dict[str, Any]:
+    """One document of the figures of all modes."""
+    from lapcli.serving.replay_results import compared
+
+    figures = {name: found for name, (found, _) in results.items()}
+    if not several:
+        return next(iter(figures.values()))
+    return {"modes": figures, "compared": compared(figures)}
+
+
+def _write(file: Path, document: dict[str, Any], results: Results) -> None:
     import json
     from dataclasses import asdict
 
     from lapcli.artifacts.atomic import atomic_file
 
+    each = {name: [asdict(outcome) for outcome in outcomes] for name, (_, outcomes) in results.items()}
     with atomic_file(file) as temporary:
-        temporary.write_text(json.dumps({**document, "each": [asdict(each) for each in outcomes]}) + "\n")
+        found = each if "modes" in document else next(iter(each.values()))
+        temporary.write_text(json.dumps({**document, "each": found}) + "\n")
 
 
-def _show(found: dict[str, Any], quiet: bool) -> None:
+def _show(
+    head: dict[str, Any], figures: dict[str, dict[str, Any]], compared: dict[str, dict[str, float | None]] | None
+) -> None:
     from lapcli.cli import display
     from lapcli.serving.replay_results import PERCENTILES
 
-    if quiet:
-        return
-    shares, paper = found["percent_of_prompts_from"], found["percent_in_the_paper"]
+    shares, paper = head["percent_of_prompts_from"], head["percent_in_the_paper"]
     display.table(
         "prompts by tokens, before any is cut or scaled",
         ["", *shares],
@@ -247,16 +290,60 @@ def _show(found: dict[str, Any], quiet: bool) -> None:
         ],
     )
     columns = ["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
-    rows = [
-        [label, *(f"{found[name][column] * factor:.1f} {unit}" for column in columns)]
-        for name, label, factor, unit in _ROWS
-        if found[name] is not None
+    for found in figures.values():
+        rows = [
+            [label, *(f"{found[name][column] * factor:.1f} {unit}" for column in columns)]
+            for name, label, factor, unit in _ROWS
+            if found[name] is not None
+        ]
+        display.table(f"{found['mode']}: {found['model']}", ["", *columns], rows)
+    if compared is not None:
+        _show_modes(figures, compared)
+    for found in figures.values():
+        cut = f"{found['prompts_cut']} prompts cut to the window of {found['window']} tokens"
+        cut += f", {found['answers_cut']} answers" if found["answers_cut"] else ""
+        rate = "" if found["tokens_per_second"] is None else f", {found['tokens_per_second']:.1f} tokens/s"
+        mode = "" if compared is None else f"{found['mode']}: "
+        display.closing(
+            f"{mode}{found['done']} of {found['requests']} requests in {found['seconds']:.1f} s{rate}; "
+            f"{found['refused']} refused, {found['failed']} failed; {cut}"
+        )
+
+
+def _show_modes(figures: dict[str, dict[str, Any]], compared: dict[str, dict[str, float | None]]) -> None:
+    """What each mode converted, and what that cost and gained."""
+    from lapcli.cli import display
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.2f} %"
+
+    def several(value: float | None, factor: float, unit: str) -> str:
+        return "-" if value is None else f"{value * factor:.2f} {unit}"
+
+    lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("layers converted, mean over tokens", lambda found: percent(found["share_converted"])),
+        ("perplexity above the base's, mean over tokens", lambda found: percent(found["ppl_increase"])),
+        ("keys and values at most", lambda found: several(found["rows_peak_bytes"], 1 / 2**20, "MiB")),
+        ("running requests handed over", lambda found: f"{sum(found['switches'].values()):.0f}"),
+        ("tokens replayed for that", lambda found: f"{found['switch_tokens']:.0f}"),
+        ("seconds of one", lambda found: several(found["switch_mean_seconds"], 1.0, "s")),
+        ("steps with several configurations", lambda found: f"{found['mixed_steps']:.0f} of {found['steps']:.0f}"),
+        ("one of those takes", lambda found: several(found["mixed_mean_seconds"], 1e3, "ms")),
+        ("of that, to split and rejoin", lambda found: several(found["split_mean_seconds"], 1e3, "ms")),
+        ("rows set back for want of memory", lambda found: f"{found['set_back']:.0f}"),
     ]
-    display.table(f"{found['mode']}: {found['model']}", ["", *columns], rows)
-    cut = f"{found['prompts_cut']} prompts cut to the window of {found['window']} tokens"
-    cut += f", {found['answers_cut']} answers" if found["answers_cut"] else ""
-    rate = "" if found["tokens_per_second"] is None else f", {found['tokens_per_second']:.1f} tokens/s"
-    display.closing(
-        f"{found['done']} of {found['requests']} requests in {found['seconds']:.1f} s{rate}; "
-        f"{found['refused']} refused, {found['failed']} failed; {cut}"
-    )
+    rows = [[label, *(value(found) for found in figures.values())] for label, value in lines]
+    display.table("what was converted", ["", *figures], rows)
+    names = {
+        "normalised_seconds": "answer / token, mean",
+        "first_token_seconds": "first token, p95",
+        "inter_token_seconds": "between tokens, p95",
+        "answer_seconds": "answer, p99",
+        "rows_peak_bytes": "keys and values at most",
+    }
+    if compared:
+        rows = [
+            [label, *("-" if found[name] is None else f"{found[name]:.2f} x" for found in compared.values())]
+            for name, label in names.items()
+        ]
+        display.table("how many times as much", ["", *compared], rows)

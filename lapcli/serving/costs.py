@@ -58,7 +58,8 @@ class StepCosts(Curve):
         split_seconds: more of a step for each layer that is attention for some of its rows and states for others.
         weights_bytes: of the model, all configurations together.
         layer_bytes: of these, for each layer that is there twice.
-        total_bytes: that keys and values might take in the engine that was measured; 0 where nothing limited them.
+        slot_bytes: of states, for each row that there is room for.
+        total_bytes: that keys and values might take in the engine that was measured; 0 where it has none.
     """
 
     model: str = ""
@@ -71,6 +72,7 @@ class StepCosts(Curve):
     split_seconds: float = 0.0
     weights_bytes: int = 0
     layer_bytes: int = 0
+    slot_bytes: int = 0
     total_bytes: int = 0
 
     def step(self, rows: int, seen: float, converted: float = 0.0, seen_converted: float = 0.0) -> float:
@@ -172,6 +174,7 @@ def measure_costs(batch: "Batch", *, model: str, window: int, base_bytes: int = 
         split_seconds=split,
         weights_bytes=weights,
         layer_bytes=(weights - base_bytes) // most.converted if base_bytes and most.converted else 0,
+        slot_bytes=engine.row_bytes(0),
         total_bytes=engine.pages.count * engine.pages.page_bytes,
     )
 

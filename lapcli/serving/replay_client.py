@@ -12,6 +12,8 @@ from lapcli.serving.replay_results import Outcome
 from lapcli.serving.replay_texts import Prompts
 from lapcli.serving.replay_trace import Turn
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+
 
 class Client:
     """A server's address and key.

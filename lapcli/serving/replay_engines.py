@@ -1,0 +1,221 @@
+"""The engines of a replay: servers that are started for it, or whose costs are measured to simulate them."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lapcli.errors import LapcliError, ModelError, UsageError
+from lapcli.families.packed import longest_sequence
+from lapcli.families.source import ModelSource, resolve_model
+from lapcli.reporting import Reporter
+from lapcli.serving.costs import StepCosts, measure_costs, read_costs
+from lapcli.serving.modes import Mode, Wish, find_conversion, is_conversion, read_conversion
+from lapcli.serving.settings import EngineSettings
+from lapcli.serving.worker import prepare
+
+_LAST_LINES = 12
+_ENDS_WITHIN = 90.0
+"""Seconds after SIGTERM: as long as a server drains, and some."""
+
+
+class Engines(NamedTuple):
+    """What is started or simulated here, as it was typed.
+
+    Attributes:
+        model: of them.
+        memory: bytes.
+        max_length: tokens of a request.
+        max_rows: requests together.
+        max_waiting: requests that may wait.
+        device: where.
+        dtype: of weights.
+        replicas: how many, of a simulation.
+    """
+
+    model: str | None
+    memory: int | None
+    max_length: int | None
+    max_rows: int | None
+    max_waiting: int
+    device: str
+    dtype: str
+    replicas: int
+
+    def check(self, modes: list[Mode] | None, wish: Wish, *, simulated: bool, url: str | None) -> None:
+        """Refuse what does not go together, before anything is read.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        adaptive = modes is not None and any(mode.fraction is None for mode in modes)
+        adapting = {"--max-ppl-increase": wish.max_ppl_increase, "--caps": wish.caps, "--offload": wish.offload or None}
+        here = {"--model": self.model, "--memory": self.memory, "--max-length": self.max_length}
+        here |= {"--max-rows": self.max_rows}
+        for option, value in adapting.items():
+            if value is not None and not adaptive:
+                raise UsageError(f"{option} is for --modes with adaptive among them", f"drop {option}")
+        if modes is None and not simulated:
+            for option, value in here.items():
+                if value is not None:
+                    raise UsageError(
+                        f"{option} is for engines that are started or simulated here, and --url names one that runs",
+                        "pass --modes, to start servers, or --simulate",
+                    )
+        if modes is None or simulated:
+            return
+        if url is not None:
+            raise UsageError(
+                f"--modes starts servers of its own, and --url {url} names one that runs", "drop one of them"
+            )
+        if self.model is None:
+            raise UsageError("--modes serves a conversion, and none is named", "pass --model DIR")
+        if self.replicas > 1:
+            raise UsageError(f"--replicas {self.replicas} is for --simulate", "drop it")
+        for mode in modes:
+            self._find(mode, wish)
+
+    def _find(self, mode: Mode, wish: Wish) -> None:
+        """Refuse now what a server would refuse later."""
+        adapts = mode.fraction is None
+        find_conversion(self.model, wish._replace(adapt=True) if adapts else Wish(fraction=mode.fraction))
+
+    def options(self, mode: Mode, wish: Wish) -> list[str]:
+        """Of the server of a mode."""
+        found = [*mode.options, "--device", self.device, "--dtype", self.dtype, "--max-waiting", str(self.max_waiting)]
+        # All of a trace is one client's.
+        found += ["--max-per-client", str(10**6)]
+        for option, value in (("max-length", self.max_length), ("max-rows", self.max_rows)):
+            found += [] if value is None else [f"--{option}", str(value)]
+        found += [] if self.memory is None else ["--memory", f"{self.memory}B"]
+        if mode.fraction is None:
+            found += [] if wish.max_ppl_increase is None else ["--max-ppl-increase", wish.max_ppl_increase]
+            found += [] if wish.caps is None else ["--caps", wish.caps]
+            found += ["--offload"] if wish.offload else []
+        return found
+
+    def costs(self, file: Path, reporter: Reporter) -> StepCosts:
+        """The step costs of a file, measured first where there is none."""
+        if file.exists():
+            costs = read_costs(file)
+            if self.model is not None and self.model != costs.model:
+                raise UsageError(f"{file} holds the costs of {costs.model}, not of {self.model}", "name another file")
+            return costs if self.max_rows is None else replace(costs, rows=self.max_rows)
+        if self.model is None:
+            raise UsageError(f"there is no {file}", "pass --model MODEL too, to measure its step costs here")
+        if not file.parent.is_dir():
+            raise UsageError(f"--simulate {file}: there is no folder {file.parent}")
+        settings, base_bytes = self._settings()
+        with reporter.task(f"measuring the steps of {self.model}"):
+            batch, _ = prepare(settings)
+            costs = measure_costs(batch, model=self.model, window=settings.max_length, base_bytes=base_bytes)
+        costs.write(file)
+        reporter.notice(f"step costs are in {file}")
+        return costs
+
+    def _settings(self) -> tuple[EngineSettings, int]:
+        """Of an engine that is measured, and bytes of the unconverted model where there is another."""
+        import torch
+
+        from lapcli.machine import Machine
+        from lapcli.runtime.engine import DEFAULT_LENGTH
+
+        assert self.model is not None
+        found = read_conversion(Path(self.model)) if is_conversion(Path(self.model)) else None
+        source = resolve_model(self.model if found is None else str(found.place.base))
+        machine = Machine(self.device, self.dtype)
+        machine.check(source.config)
+        dtype = str(machine.torch_dtype(source.config)).removeprefix("torch.")
+        window = self.max_length or min(longest_sequence(source.config) or DEFAULT_LENGTH, DEFAULT_LENGTH)
+        converted: dict[str, Any] = {}
+        if found is not None:
+            numbers = [each.converted for each in found.configurations]
+            converted = {"conversion": str(Path(self.model).resolve()), "configurations": numbers}
+        settings = EngineSettings(
+            str(source.path) if found is not None else self.model,
+            str(machine.torch_device()),
+            dtype,
+            max_length=window,
+            max_rows=self.max_rows,
+            memory=self.memory,
+            **converted,
+        )
+        numbers_of_base = 0 if found is None else _numbers(source)
+        return settings, numbers_of_base * getattr(torch, dtype).itemsize
+
+
+def _numbers(source: ModelSource) -> int:
+    """How many numbers a checkpoint's tensors have."""
+    return sum(math.prod(tensor.shape) for header in source.headers for tensor in header.tensors.values())
+
+
+@contextlib.contextmanager
+def started(model: str, options: Sequence[str], log: Path | None = None) -> Generator[str]:
+    """Run `lapcli serve` on a free port while the block lasts.
+
+    Args:
+        model: as the command line takes it.
+        options: of `lapcli serve`.
+        log: where its log lines go; they are dropped without.
+
+    Yields:
+        Its URL, once it is ready.
+
+    Raises:
+        LapcliError: it ended before it was.
+    """
+    command = [sys.executable, "-m", "lapcli", "serve", model, "--port", "0", "--json", *options]
+    with tempfile.TemporaryFile() if log is None else log.open("w+b") as file, _server(command, file) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            code = process.wait()
+            file.seek(0)
+            raise _failed(model, code, file.read().decode(errors="replace"))
+        yield json.loads(line)["url"]
+
+
+@contextlib.contextmanager
+def _server(command: Sequence[str], log: Any) -> Generator["subprocess.Popen[bytes]"]:
+    """A process that is gone when the block is left, or when this process is."""
+    from lapcli.launching import end_with_the_parent
+
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        # A terminal's Ctrl-C is for us; what is under way there has nobody to wait for it.
+        start_new_session=True,
+        preexec_fn=end_with_the_parent if sys.platform == "linux" else None,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        yield process
+    finally:
+        for _ in range(2):
+            # Said twice it ends at once.
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_ENDS_WITHIN)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _failed(model: str, code: int, said: str) -> LapcliError:
+    """What a server that did not begin died of, in its own words."""
+    lines = [line for line in said.splitlines() if line.strip() and not line.startswith("{")][-_LAST_LINES:]
+    kind = UsageError if code == 2 else ModelError
+    return kind(f"lapcli serve {model} ended with exit code {code}:\n" + "\n".join(lines))
