@@ -77,7 +77,7 @@ def run(
     modes: Annotated[
         str | None,
         typer.Option(
-            help="How a conversion is served, one after the other, each by a server that is started here, or simulated: "
+            help="How a conversion is served, one after the other, by servers that are started here, or simulated: "
             "never,static:0.5,adaptive.",
             rich_help_panel=_MODES,
         ),

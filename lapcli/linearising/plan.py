@@ -58,6 +58,12 @@ class Place:
         return self.root / "models" / f"{number}-of-{count}"
 
 
+def holds_conversion(root: str | Path) -> bool:
+    """Whether a directory is one of `lapcli convert --to dsla`, and no model."""
+    place = Place(Path(root))
+    return place.base.is_dir() and not (place.root / "config.json").exists()
+
+
 @dataclass(frozen=True)
 class Shape:
     """The attention of a teacher, from its config.

@@ -189,6 +189,25 @@ class Batch:
         self._next += 1
         return self._next - 1
 
+    @property
+    def taking_in(self) -> bool:
+        """Whether a prompt is on its way, piece by piece."""
+        return self._filling is not None
+
+    @property
+    def in_line(self) -> list[int]:
+        """The numbers of rows that wait and of whose prompt nothing has been taken in, in their order."""
+        return [row.number for row in self._waiting]
+
+    def under_way(self, number: int) -> bool:
+        """Whether a row takes part in steps."""
+        return any(row.number == number for row in self._active)
+
+    def tokens_of(self, number: int) -> int:
+        """Tokens of a row, of its prompt and chosen; 0 for a row that ended, or never was."""
+        row = self._row(number)
+        return 0 if row is None else len(row.prompt) + len(row.tokens)
+
     def configuration_of(self, number: int) -> str | None:
         """The name of a row's configuration; `None` for a row that ended, or never was."""
         row = self._row(number)

@@ -117,12 +117,6 @@ def only_configuration(
     return Configuration(ONLY, 0, layers, _row_bytes(recurrent.values()), _token_bytes(attention.values()), {})
 
 
-def is_conversion(path: str | Path) -> bool:
-    """Whether a directory is one of `lapcli convert --to dsla`, and no model."""
-    path = Path(path)
-    return (path / "base").is_dir() and not (path / "config.json").exists()
-
-
 def load_convertible(
     root: str | Path,
     *,

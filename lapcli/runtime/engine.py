@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lapcli.errors import ModelError, UsageError
+from lapcli.linearising.plan import holds_conversion
 from lapcli.runtime.configurations import (
     Configuration,
     Convertible,
-    is_conversion,
     load_convertible,
     only_configuration,
 )
@@ -211,7 +211,7 @@ class Engine:
         """
         from lapcli.families.loading import ModelSource, load_model, resolve_model
 
-        if not isinstance(model, ModelSource) and is_conversion(model):
+        if not isinstance(model, ModelSource) and holds_conversion(model):
             convertible = load_convertible(
                 model,
                 device=device,

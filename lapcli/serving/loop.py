@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,30 @@ _SIGN_OF_LIFE = 1.0
 _CALM = 64
 """Steps without running out of memory after which more is tried again."""
 _SMALLEST_PIECE = 64
+_MEMORY = 0.9
+"""Of the seconds of a step that are remembered, what the last ones keep."""
+
+
+class Measured(NamedTuple):
+    """What was measured before the first request came.
+
+    Attributes:
+        prefill_seconds: of a token of a prompt.
+        step_seconds: of a step; steps that are done go on measuring it.
+        split_seconds: more of a step for each layer that is attention for some of its rows and states for others.
+    """
+
+    prefill_seconds: float = 0.0
+    step_seconds: float = 0.0
+    split_seconds: float = 0.0
+
+
+class _Handover(NamedTuple):
+    """A row that replays its tokens: what it becomes, how many these are, and since when."""
+
+    configuration: str
+    tokens: int
+    since: float
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -35,10 +59,23 @@ class EngineLoop:
         batch: where requests are rows.
         take: gives the messages that came, the end as `None`; its argument says whether to wait for one.
         send: takes a message for the front.
+        measured: before.
     """
 
-    def __init__(self, batch: Batch, take: Callable[[bool], list[Message | None]], send: Callable[[Message], None]):
+    def __init__(
+        self,
+        batch: Batch,
+        take: Callable[[bool], list[Message | None]],
+        send: Callable[[Message], None],
+        measured: Measured | None = None,
+    ):
         self.batch, self.take, self.send = batch, take, send
+        self.measured = measured or Measured()
+        self._step_seconds = self.measured.step_seconds
+        self._mixed, self._mixed_seconds, self._split_seconds = 0, 0.0, 0.0
+        self._handed: dict[str, _Handover] = {}
+        self._switched: list[list[Any]] = []
+        self._least_free = self._free()[1]
         self._piece, self._together = batch.piece, batch.together
         self._requests: dict[int, str] = {}
         self._rows: dict[str, int] = {}
@@ -65,17 +102,47 @@ class EngineLoop:
             # Nobody waits for what it says to that.
             self._forget([] if row is None else self.batch.cancel(row))
             return
+        if message["op"] == "switch":
+            self._switch(request, message["configuration"])
+            return
         wanted = dict(message["settings"])
         wanted["eos"], wanted["stop"] = frozenset(wanted["eos"]), tuple(wanted["stop"])
         try:
-            row = self.batch.add(message["prompt"], GenerationSettings(**wanted))
+            row = self.batch.add(message["prompt"], GenerationSettings(**wanted), message["configuration"])
         except LapcliError as error:
             self.send({"op": "failed", "id": request, "kind": "invalid", "message": error.message})
             return
         self._requests[row], self._rows[request] = request, row
 
+    def _switch(self, request: str, configuration: str) -> None:
+        """Let a row go on as another configuration."""
+        row, batch = self._rows.get(request), self.batch
+        if row is None:
+            return
+        replays = batch.under_way(row)
+        if batch.switch(row, configuration) and replays:
+            self._handed[request] = _Handover(configuration, batch.tokens_of(row), time.monotonic())
+            return
+        # It waits, and begins as what it is told; or it is that already, or has ended.
+        found = batch.configuration_of(row)
+        if found is not None:
+            self._switched.append([request, found, 0, 0.0])
+
+    def _look_for_handed(self) -> None:
+        """Note which rows have replayed their tokens."""
+        for request, handed in list(self._handed.items()):
+            row = self._rows.get(request)
+            if row is not None and not self.batch.under_way(row):
+                continue
+            del self._handed[request]
+            if row is not None:
+                seconds = time.monotonic() - handed.since
+                self._switched.append([request, handed.configuration, handed.tokens, seconds])
+
     def _step(self) -> list[Event]:
         """One step; when it runs out of memory, none, and the next will need less."""
+        batch, begun = self.batch, time.perf_counter()
+        waited, mixed, was_in = batch.waiting, batch.mixed_steps, batch.taking_in
         try:
             events = self.batch.advance()
         except (RuntimeError, MemoryError) as error:
@@ -86,10 +153,27 @@ class EngineLoop:
         if self.batch.active:
             self._failed = None
         self._steps += 1
+        self._note(batch.mixed_steps - mixed, was_in or batch.taking_in or waited != batch.waiting, begun)
+        self._look_for_handed()
         self._calm += 1
         if self._calm >= _CALM:
             self._try_more()
         return events
+
+    def _note(self, mixed: int, prompts: bool, begun: float) -> None:
+        """Note what a step took, and memory."""
+        batch = self.batch
+        self._least_free = min(self._least_free, self._free()[1])
+        if mixed:
+            least, most = batch.engine.steps.span or (0, 0)
+            self._split_seconds += self.measured.split_seconds * (most - least)
+        if prompts or not batch.active:
+            return
+        seconds = time.perf_counter() - begun
+        self._step_seconds = _MEMORY * self._step_seconds + (1 - _MEMORY) * seconds if self._step_seconds else seconds
+        if mixed:
+            self._mixed += 1
+            self._mixed_seconds += seconds
 
     def _need_less(self, why: str) -> None:
         """Make the step smaller that ran out of memory, as the allocator says."""
@@ -138,11 +222,12 @@ class EngineLoop:
     def _tell(self, events: list[Event]) -> None:
         """Say what came, and now and then that there is life."""
         now = time.monotonic()
-        if not events and now - self._said < _SIGN_OF_LIFE:
+        if not events and not self._switched and now - self._said < _SIGN_OF_LIFE:
             return
         self._said = now
         told = [_told(self._requests[event.row], event) for event in events if event.row in self._requests]
-        self.send({"op": "step", "events": told, "stats": self.stats()})
+        self.send({"op": "step", "events": told, "switched": self._switched, "stats": self.stats()})
+        self._switched = []
         self._forget(events)
 
     def _forget(self, events: list[Event]) -> None:
@@ -151,7 +236,10 @@ class EngineLoop:
                 del self._rows[self._requests.pop(event.row)]
 
     def stats(self) -> dict[str, Any]:
-        """How it stands: rows, and the memory that the device holds."""
+        """How it stands: rows, memory, what steps take, and who waits."""
+        batch, (total, free) = self.batch, self._free()
+        # Those with a prompt between them take longer; they are as many as if they did not.
+        mixed = self._mixed_seconds / self._mixed * batch.mixed_steps if self._mixed else 0.0
         device = self.batch.engine.device
         on_gpu = device.type == "cuda"
         return {
@@ -160,10 +248,27 @@ class EngineLoop:
             "rows": self.batch.room,
             "steps": self._steps,
             "shrunk": self._shrunk,
-            "set_back": self.batch.set_back,
+            "total_bytes": total,
+            "free_bytes": free,
+            "peak_bytes": total - self._least_free,
+            "prefill_seconds": self.measured.prefill_seconds,
+            "step_seconds": self._step_seconds,
+            "switches": batch.switches,
+            "mixed_steps": batch.mixed_steps,
+            "mixed_seconds": mixed,
+            "split_seconds": self._split_seconds,
+            "set_back": batch.set_back,
+            "queued": [self._requests[row] for row in batch.in_line if row in self._requests],
             "memory": torch.cuda.memory_reserved(device) if on_gpu else _resident(),
             "peak_memory": torch.cuda.max_memory_reserved(device) if on_gpu else _peak(),
         }
+
+    def _free(self) -> tuple[int, int]:
+        """Bytes that keys and values may take, and those that nobody has; slots of states are rows' own."""
+        engine = self.batch.engine
+        total, free = engine.memory
+        slot = engine.row_bytes(0)
+        return total - engine.max_rows * slot, free - engine.slots.free * slot
 
 
 def _told(request: str, event: Event) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lapcli.errors import ArtifactError, UsageError
-from lapcli.linearising.plan import SUMMARY_FILE, Place
+from lapcli.linearising.plan import SUMMARY_FILE, Place, holds_conversion
 from lapcli.serving.adaptive import PAPER_CAPS, Adaptive, Cap
 from lapcli.serving.policy import Configuration, OneConfiguration, Policy
 
@@ -54,11 +54,6 @@ class Conversion(NamedTuple):
     def place(self) -> Place:
         """What lies where in it."""
         return Place(self.root)
-
-
-def is_conversion(root: Path) -> bool:
-    """Whether a directory is what `lapcli convert --to dsla` leaves."""
-    return (root / SUMMARY_FILE).is_file() and Place(root).base.is_dir()
 
 
 def read_conversion(root: Path) -> Conversion:
@@ -290,7 +285,7 @@ class Wish(NamedTuple):
         hint = f"make one: lapcli convert {model} --to dsla --fraction 0.5 --output DIR; then lapcli serve DIR"
         raise UsageError(
             f"{option}: {model} is one model, and what is chosen from is the directory of a conversion",
-            f"name that: lapcli serve {above} {option}" if is_conversion(above) else hint,
+            f"name that: lapcli serve {above} {option}" if holds_conversion(above) else hint,
         )
 
 
@@ -318,7 +313,7 @@ def find_conversion(model: str | None, wish: Wish) -> Served | None:
         UsageError: the wish contradicts itself, or cannot be met.
     """
     mode = wish.mode
-    if model is None or not is_conversion(Path(model)):
+    if model is None or not holds_conversion(Path(model)):
         wish.refuse(model or "the model")
         return None
     conversion = read_conversion(Path(model))

@@ -18,7 +18,7 @@ from lapcli.families.packed import longest_sequence
 from lapcli.families.source import ModelSource, resolve_model
 from lapcli.reporting import Reporter
 from lapcli.serving.costs import StepCosts, measure_costs, read_costs
-from lapcli.serving.modes import Mode, Wish, find_conversion, is_conversion, read_conversion
+from lapcli.serving.modes import Mode, Wish, find_conversion, holds_conversion, read_conversion
 from lapcli.serving.settings import EngineSettings
 from lapcli.serving.worker import prepare
 
@@ -129,7 +129,7 @@ class Engines(NamedTuple):
         from lapcli.runtime.engine import DEFAULT_LENGTH
 
         assert self.model is not None
-        found = read_conversion(Path(self.model)) if is_conversion(Path(self.model)) else None
+        found = read_conversion(Path(self.model)) if holds_conversion(Path(self.model)) else None
         source = resolve_model(self.model if found is None else str(found.place.base))
         machine = Machine(self.device, self.dtype)
         machine.check(source.config)

@@ -16,7 +16,9 @@ from lapcli.serving.settings import DEFAULT_CPU_ROWS, MOST_ROWS, EngineSettings
 if TYPE_CHECKING:
     import torch
 
+    from lapcli.families.source import ModelSource
     from lapcli.runtime import Batch
+    from lapcli.serving.loop import Measured
 
 _SHARE = 0.9
 """Of a GPU's free memory that is taken where nobody says how much."""
@@ -24,6 +26,8 @@ _RESERVE = 0.1
 """Of that for activations and graphs."""
 _USUAL = 8
 """Of a request's longest length, the part that a request is taken to have when slots are counted."""
+_MEASURED_ROWS = 8
+"""Rows of the steps that are measured at the start, where there are so many."""
 _CPU_PIECE, _GPU_PIECE = 256, 2048
 """Prompt tokens between two steps: about as long as a few steps of many rows."""
 
@@ -62,9 +66,10 @@ def main() -> None:
         return
     from lapcli.serving.loop import EngineLoop
 
+    measured = measure(batch)
     # The libraries' million objects would let Python look for garbage among the old ones far too rarely.
     gc.freeze()
-    loop = EngineLoop(batch, take, send)
+    loop = EngineLoop(batch, take, send, measured)
     try:
         send({"op": "ready", **facts, "stats": loop.stats()})
         loop.run()
@@ -84,22 +89,18 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     """
     import torch
 
-    from lapcli.families.loading import load_model, load_tokenizer, resolve_model
+    from lapcli.families.loading import load_tokenizer, resolve_model
     from lapcli.runtime import Batch, Engine, GenerationSettings
-    from lapcli.runtime.engine import prefill_kernel
+    from lapcli.serving.costs import told_of
 
     source = resolve_model(settings.model)
     device = torch.device(settings.device)
-    dtype: torch.dtype = getattr(torch, settings.dtype)
     if settings.memory is not None and device.type == "cuda":
         # What activations take counts, too; what goes beyond it fails here, not in another program.
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, settings.memory / whole), device)
-    trusted = settings.trust_remote_code
-    tokenizer = load_tokenizer(source, trust_remote_code=trusted)
-    model = load_model(
-        source, device=device, dtype=dtype, kernel=prefill_kernel(settings.kernel), trust_remote_code=trusted
-    )
+    tokenizer = load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
+    model = _load(settings, source, device)
     room: dict[str, Any] = {
         "max_length": settings.max_length,
         "kernel": settings.kernel,
@@ -126,8 +127,51 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
         "bytes": engine.nbytes(),
         "row_bytes": engine.row_bytes(settings.max_length),
         "piece": piece,
+        "configurations": [told_of(each).document() for each in engine.configurations],
     }
     return Batch(engine, tokenizer, together=piece, piece=piece), facts
+
+
+def _load(settings: EngineSettings, source: "ModelSource", device: "torch.device") -> Any:
+    """The model, or the conversion whose base it is."""
+    import torch
+
+    from lapcli.families.loading import load_model
+    from lapcli.runtime.configurations import load_convertible
+    from lapcli.runtime.engine import prefill_kernel
+
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    kernel = prefill_kernel(settings.kernel)
+    if settings.conversion is None:
+        trusted = settings.trust_remote_code
+        return load_model(source, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trusted)
+    return load_convertible(
+        settings.conversion,
+        device=device,
+        dtype=dtype,
+        kernel=kernel,
+        configurations=settings.configurations or None,
+        offload=settings.offload,
+    )
+
+
+def measure(batch: "Batch") -> "Measured":
+    """What a policy wants to know of an engine before anything ran; nothing where there is nothing to choose."""
+    from lapcli.serving.costs import prompt_seconds, split_cost, step_seconds
+    from lapcli.serving.loop import Measured
+
+    engine = batch.engine
+    if len(engine.configurations) < 2:
+        return Measured()
+    first, last = engine.configurations[0].name, engine.configurations[-1].name
+    rows, token = min(_MEASURED_ROWS, engine.max_rows), engine.vocabulary // 2
+    tokens = min(batch.piece or batch.together, engine.max_length - 1)
+    alike = [step_seconds(batch, [name] * rows, 4, token) for name in (first, last)]
+    split = split_cost(batch, rows, sum(alike) / 2) if rows > 1 else 0.0
+    measured = Measured(prompt_seconds(batch, [token] * tokens, first) / tokens, sum(alike) / 2, split)
+    # Of what was measured nothing is counted.
+    batch.mixed_steps = 0
+    return measured
 
 
 def rows_that_fit(

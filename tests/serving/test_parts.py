@@ -119,7 +119,8 @@ class Front:
 
 def add(name, prompt, count, **fields):
     wanted = asdict(GenerationSettings(max_new_tokens=count, **fields))
-    return {"op": "add", "id": name, "prompt": prompt, "settings": {**wanted, "eos": [], "stop": []}}
+    told = {**wanted, "eos": [], "stop": []}
+    return {"op": "add", "id": name, "prompt": prompt, "settings": told, "configuration": "base"}
 
 
 @pytest.fixture
