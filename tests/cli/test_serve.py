@@ -13,6 +13,7 @@ import pytest
 
 from lapcli.cli.app import main
 from lapcli.serving.assembling import model_name
+from lapcli.testing.dual_state import tiny_conversion
 from lapcli.testing.models import tiny_gated_deltanet
 
 
@@ -74,6 +75,46 @@ def test_what_cannot_be(monkeypatch, capsys, arguments, code, words):
     assert lapcli(monkeypatch, "serve", "--port", "0", "--dry-run", *arguments) == code
     said = " ".join(capsys.readouterr().err.split())
     assert all(word in said for word in words)
+
+
+@pytest.fixture(scope="module")
+def conversion(tmp_path_factory):
+    """Three layers, all converted, at 10.5, 22 and 35 % more perplexity."""
+    return tiny_conversion(tmp_path_factory.mktemp("converted") / "mine")
+
+
+def test_what_it_would_do_with_a_conversion(monkeypatch, capsys, conversion):
+    def would(*arguments):
+        assert lapcli(monkeypatch, "serve", str(conversion), "--port", "0", "--dry-run", "--json", *arguments) == 0
+        return json.loads(capsys.readouterr().out)["configurations"]
+
+    assert list(would("--max-ppl-increase", "25%")) == ["0-of-3", "1-of-3", "2-of-3"]
+    assert would("--adapt", "--max-ppl-increase", "1")["3-of-3"] == {"converted": 1.0, "ppl_increase": 0.3499}
+    assert list(would("--fraction", "0.67")) == ["2-of-3"]
+    assert list(would("--no-adapt")) == ["0-of-3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["1-of-3, the best, has a perplexity 10.5% above", "--max-ppl-increase 11% or more"]),
+        (["--adapt", "--fraction", "1"], ["--adapt and --fraction 1", "pass one of them"]),
+        (["--fraction", "1", "--max-ppl-increase", "30%"], ["3-of-3", "35.0% above", "--fraction 0.6667 at most"]),
+        (["--fraction", "33"], ["did you mean 0.33?"]),
+        (["--max-ppl-increase", "30%", "--caps", "1:2"], ["--caps 2: more than the whole"]),
+        (["--no-adapt", "--offload"], ["--offload is for --adapt"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0][:2] == "--" else None,
+)
+def test_what_a_conversion_cannot_be_served_as(monkeypatch, capsys, conversion, arguments, words):
+    assert lapcli(monkeypatch, "serve", str(conversion), "--port", "0", "--dry-run", *arguments) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert all(word in said for word in words)
+
+
+def test_one_model_cannot_adapt(monkeypatch, capsys, conversion):
+    assert lapcli(monkeypatch, "serve", str(conversion / "base"), "--adapt", "--dry-run") == 2
+    assert "is one model" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_port_that_is_taken(monkeypatch, capsys):
