@@ -84,7 +84,9 @@ class Dispatcher:
             "lapcli_configurations_total", "Prompts by the configuration they began as, and why."
         )
         self.said_as = registry.counter("lapcli_configuration_tokens_total", "Tokens of answers, by configuration.")
-        self.switched = registry.counter("lapcli_switches_total", "Running prompts handed over, by what to, and why.")
+        self.switched = registry.counter(
+            "lapcli_switches_total", "Prompts in the engine handed over, by what to, and why."
+        )
         self.replayed = registry.counter("lapcli_switch_tokens_total", "Tokens that were replayed for that.")
         self.restarts = registry.counter("lapcli_engine_restarts_total", "Engines that died and were started anew.")
         self.rerun = registry.counter("lapcli_reruns_total", "Prompts that were run again after an engine died.")
@@ -401,8 +403,10 @@ class Dispatcher:
 
     def _switched(self, name: str, configuration: str, tokens: int, seconds: float) -> None:
         """A request goes on as something else."""
-        self.replayed.add(tokens)
-        self.switch_seconds.observe(seconds)
+        if tokens:
+            # Who waited begins as something else, and replays nothing.
+            self.replayed.add(tokens)
+            self.switch_seconds.observe(seconds)
         job = self._inside.get(name)
         if job is not None:
             job.configuration, job.switching = configuration, None

@@ -131,11 +131,8 @@ class EngineLoop:
     def _look_for_handed(self) -> None:
         """Note which rows have replayed their tokens."""
         for request, handed in list(self._handed.items()):
-            row = self._rows.get(request)
-            if row is not None and not self.batch.under_way(row):
-                continue
-            del self._handed[request]
-            if row is not None:
+            if self.batch.under_way(self._rows[request]):
+                del self._handed[request]
                 seconds = time.monotonic() - handed.since
                 self._switched.append([request, handed.configuration, handed.tokens, seconds])
 
@@ -233,7 +230,9 @@ class EngineLoop:
     def _forget(self, events: list[Event]) -> None:
         for event in events:
             if event.reason is not None and event.row in self._requests:
-                del self._rows[self._requests.pop(event.row)]
+                request = self._requests.pop(event.row)
+                del self._rows[request]
+                self._handed.pop(request, None)
 
     def stats(self) -> dict[str, Any]:
         """How it stands: rows, memory, what steps take, and who waits."""

@@ -175,12 +175,15 @@ def started(model: str, options: Sequence[str], log: Path | None = None) -> Gene
     command = [sys.executable, "-m", "lapcli", "serve", model, "--port", "0", "--json", *options]
     with tempfile.TemporaryFile() if log is None else log.open("w+b") as file, _server(command, file) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            code = process.wait()
-            file.seek(0)
-            raise _failed(model, code, file.read().decode(errors="replace"))
-        yield json.loads(line)["url"]
+        said = b""
+        while not said.rstrip().endswith(b"}"):
+            line = process.stdout.readline()
+            if not line:
+                code = process.wait()
+                file.seek(0)
+                raise _failed(model, code, file.read().decode(errors="replace"))
+            said += line
+        yield json.loads(said)["url"]
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ def served_figures(before: Mapping[str, float], after: Mapping[str, float]) -> d
         },
         began_as=by("lapcli_configurations_total", "configuration"),
         switches=by("lapcli_switches_total", "reason"),
+        replays=came("lapcli_switch_seconds_count"),
         switch_tokens=came("lapcli_switch_tokens_total"),
         switch_seconds=came("lapcli_switch_seconds_sum"),
         steps=came("lapcli_steps"),
@@ -59,6 +60,7 @@ def served_figures(before: Mapping[str, float], after: Mapping[str, float]) -> d
         split_seconds=came("lapcli_split_seconds"),
         set_back=came("lapcli_set_back"),
         peak_bytes=after.get("lapcli_memory_for_rows_peak_bytes", 0.0),
+        total_bytes=after.get("lapcli_memory_for_rows_bytes", 0.0),
     )
     return {**figures, "peak_memory_bytes": after.get("lapcli_peak_memory_bytes")}
 
@@ -117,7 +119,7 @@ def simulate_mode(
         counted=counted,
     )
     found = summary(outcomes, mode="simulated" if mode is None else mode.name)
-    return {"replicas": replicas, **found, **counted_figures(counted, costs.configurations)}, outcomes
+    return {"replicas": replicas, **found, **counted_figures(counted, costs.configurations, total)}, outcomes
 
 
 def _total_bytes(costs: StepCosts, twice: int, memory: int | None) -> int:

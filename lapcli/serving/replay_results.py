@@ -103,6 +103,7 @@ def adapting_figures(
     tokens_as: Mapping[str, float],
     began_as: Mapping[str, float],
     switches: Mapping[str, float],
+    replays: float,
     switch_tokens: float,
     switch_seconds: float,
     steps: float,
@@ -111,6 +112,7 @@ def adapting_figures(
     split_seconds: float,
     set_back: float,
     peak_bytes: float,
+    total_bytes: float,
 ) -> dict[str, Any]:
     """What converting cost and how much of it was done.
 
@@ -121,15 +123,17 @@ def adapting_figures(
         configurations: that there were.
         tokens_as: tokens of answers, by the name of the configuration that said them.
         began_as: requests, by that they began as.
-        switches: running requests that were handed over, by the reason.
-        switch_tokens: that were replayed for them.
-        switch_seconds: from orders until these were done, together.
+        switches: requests in the engine that were handed over, by the reason.
+        replays: of these, those that had begun, and had to replay their tokens.
+        switch_tokens: that were replayed.
+        switch_seconds: from orders to replay until these were done, together.
         steps: of the engine.
         mixed_steps: of rows of several configurations.
         mixed_seconds: that these took.
         split_seconds: of these, for layers that ran in parts, by the cost of one that was measured.
         set_back: rows that lost their place for want of memory.
-        peak_bytes: that rows took, at most.
+        peak_bytes: that keys and values of rows took, at most.
+        total_bytes: that they might have taken.
     """
     by_name = {each.name: each for each in configurations}
     said = sum(tokens_as.values())
@@ -137,15 +141,15 @@ def adapting_figures(
     def mean(of: Callable[[Configuration], float]) -> float | None:
         return sum(of(by_name[name]) * tokens for name, tokens in tokens_as.items()) / said if said else None
 
-    count = sum(switches.values())
     return {
         "share_converted": mean(lambda each: each.share),
         "ppl_increase": mean(lambda each: each.increase),
         "tokens_as": dict(tokens_as),
         "began_as": dict(began_as),
         "switches": dict(switches),
+        "replays": replays,
         "switch_tokens": switch_tokens,
-        "switch_mean_seconds": switch_seconds / count if count else None,
+        "switch_mean_seconds": switch_seconds / replays if replays else None,
         "steps": steps,
         "mixed_steps": mixed_steps,
         "mixed_mean_seconds": mixed_seconds / mixed_steps if mixed_steps else None,
@@ -153,6 +157,7 @@ def adapting_figures(
         "split_percent_of_mixed": 100 * split_seconds / mixed_seconds if mixed_seconds else None,
         "set_back": set_back,
         "rows_peak_bytes": peak_bytes,
+        "rows_total_bytes": total_bytes,
     }
 
 

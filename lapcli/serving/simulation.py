@@ -32,10 +32,9 @@ class _Row:
     Attributes:
         outcome: what comes of it.
         left: tokens that have to go through the model before it can go on.
-        seen: tokens that have.
+        seen: tokens that have; what it said last goes through with the next step.
         runs_as: its configuration.
         ordered: when it was told to be handed over; `None` while it is not.
-        replays: tokens that it replays for that.
     """
 
     outcome: Outcome
@@ -43,7 +42,6 @@ class _Row:
     seen: int
     runs_as: Configuration
     ordered: float | None = None
-    replays: int = 0
 
     @property
     def last(self) -> bool:
@@ -52,8 +50,8 @@ class _Row:
 
     @property
     def tokens(self) -> int:
-        """All that it has to remember, in or not."""
-        return self.left + self.seen
+        """Of its prompt and of what it has said."""
+        return self.outcome.prompt + self.outcome.tokens
 
     def token(self, now: float) -> None:
         """Say a token."""
@@ -65,7 +63,6 @@ class _Row:
             outcome.gaps.append(now - outcome.end)
         outcome.end = now
         outcome.tokens += 1
-        self.seen += 1
 
 
 @dataclass
@@ -79,8 +76,9 @@ class Counted:
         split_seconds: of these, for layers that ran in parts.
         set_back: rows that lost their place for want of memory.
         switches: by their reason.
-        switch_tokens: replayed for them.
-        switch_seconds: from orders until these were done.
+        replays: of these, those that had begun.
+        switch_tokens: that they replayed.
+        switch_seconds: from orders to replay until these were done.
         peak_bytes: that rows took, of the engine where most were.
         began_as: requests, by the configuration that they began as.
         tokens_as: tokens of answers, by configuration.
@@ -92,6 +90,7 @@ class Counted:
     split_seconds: float = 0.0
     set_back: int = 0
     switches: Counter[str] = field(default_factory=Counter)
+    replays: int = 0
     switch_tokens: int = 0
     switch_seconds: float = 0.0
     peak_bytes: int = 0
@@ -169,6 +168,8 @@ class SimulatedEngine:
         stepping = [row for row in self._active if row not in joined or not row.last]
         if stepping:
             self.now += self._step(stepping)
+            for row in stepping:
+                row.seen += 1
         if self.costs.device == "cpu":
             said = self.now
         for row in joined:
@@ -264,7 +265,7 @@ class SimulatedEngine:
 
     def _again(self, row: _Row) -> None:
         """Let a row wait before all others, all of its text to go through once more."""
-        self._load += row.seen
+        self._load += row.tokens - row.left
         row.left, row.seen = row.tokens, 0
         self._waiting.appendleft(row)
 
@@ -351,7 +352,8 @@ class SimulatedEngine:
             row.runs_as = self._names[switch.configuration]
             if row in self._active:
                 self._active.remove(row)
-                self.counted.switch_tokens += row.seen
+                self.counted.replays += 1
+                self.counted.switch_tokens += row.tokens
                 row.ordered = self.now
                 self._again(row)
 
@@ -405,7 +407,7 @@ def simulate(
     return outcomes
 
 
-def counted_figures(counted: Counted, configurations: Sequence[Configuration]) -> dict[str, Any]:
+def counted_figures(counted: Counted, configurations: Sequence[Configuration], total_bytes: int) -> dict[str, Any]:
     """What was counted, in the words of a served replay's results."""
     from lapcli.serving.replay_results import adapting_figures
 
@@ -414,6 +416,7 @@ def counted_figures(counted: Counted, configurations: Sequence[Configuration]) -
         tokens_as=counted.tokens_as,
         began_as=counted.began_as,
         switches=counted.switches,
+        replays=counted.replays,
         switch_tokens=counted.switch_tokens,
         switch_seconds=counted.switch_seconds,
         steps=counted.steps,
@@ -422,4 +425,5 @@ def counted_figures(counted: Counted, configurations: Sequence[Configuration]) -
         split_seconds=counted.split_seconds,
         set_back=counted.set_back,
         peak_bytes=counted.peak_bytes,
+        total_bytes=total_bytes,
     )

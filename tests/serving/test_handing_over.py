@@ -85,7 +85,6 @@ def switch(name, configuration):
 def test_what_is_handed_over_goes_on_as_a_fresh_run_would(conversion, alone, piece):
     """Up, and down again; beside rows of other configurations, which do not notice."""
     engine = Engine.load(conversion, max_rows=3, max_length=256)
-    counts = (40, 40, 40, 40, 40, 150)
     prompts = prompts_of(40, 9, 21)
     later = [("a", 5, switch("a", "3-of-3")), ("a", 14, switch("a", "1-of-3")), ("b", 3, switch("b", "0-of-3"))]
     front = Front(
@@ -163,19 +162,19 @@ def test_a_server_adapts(conversion, alone, capfd):
     """Real keys and values in real pages run short, and more is converted; who is handed over goes on as it should."""
     found = find_conversion(str(conversion), Wish(max_ppl_increase="1"))
     probe = Engine.load(conversion)
-    # A row of 250 tokens has four pages in each of three layers; there are 30 pages.
+    # A row of 250 tokens has four pages in each of two layers; there are 20 pages.
     rows, page = 6, probe.pages.page_bytes
-    memory = probe.nbytes()["weights"] + math.ceil((30.5 * page + rows * probe.row_bytes(0)) / 0.9)
+    memory = probe.nbytes()["weights"] + math.ceil((20.5 * page + rows * probe.row_bytes(0)) / 0.9)
     # Replays are free here, since the price of a tiny model's is the machine's noise.
     policy = Free((Cap(0, 0.0), Cap(100, 0.34)), 1.0)
     settings = {**found.settings, "max_length": 256, "max_rows": rows, "piece": 64, "memory": memory}
-    counts = (40, 40, 40, 40, 40, 150)
+    counts = (100, 100, 100, 90, 90, 150)
     prompts = prompts_of(120, 130, 140, 150, 160, 100)
     with (
         local_server(found.conversion.place.base, policy=policy, **settings) as server,
         ThreadPoolExecutor(8) as pool,
     ):
-        assert server.metric("lapcli_memory_for_rows_bytes") == 30 * page
+        assert server.metric("lapcli_memory_for_rows_bytes") == 20 * page
         asked = [
             pool.submit(
                 server.send, PATH, {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0}

@@ -1,0 +1,151 @@
+"""Replays of a conversion in several modes: servers that are started for it, what their metrics say, refusals."""
+
+import json
+import sys
+
+import psutil
+import pytest
+
+from lapcli.cli.app import main
+from lapcli.errors import UsageError
+from lapcli.serving.replay_engines import started
+from lapcli.serving.replay_modes import served_figures
+from lapcli.testing.dual_state import tiny_conversion
+
+
+@pytest.fixture(scope="module")
+def conversion(tmp_path_factory):
+    """Three layers, all converted, at 10.5, 22 and 35 % more perplexity."""
+    return tiny_conversion(tmp_path_factory.mktemp("modes") / "tiny")
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    lines = [f"2023-11-16 18:15:{n // 10:02}.{n % 10}00000,{60 + 20 * (n % 9)},{20 + n % 7}" for n in range(24)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines))
+    return path
+
+
+def lapcli(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["lapcli", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as exit:
+        return exit.code or 0
+    return 0
+
+
+def test_metrics_become_figures():
+    """Between two looks: half of the tokens by each of two configurations, a third one before."""
+    kinds = {"0-of-4": (0.0, 0.0), "2-of-4": (0.04, 0.5), "4-of-4": (0.2, 1.0)}
+    before = {
+        'lapcli_configuration_tokens_total{configuration="4-of-4"}': 30.0,
+        'lapcli_configuration_tokens_total{configuration="2-of-4"}': 10.0,
+        "lapcli_switch_seconds_sum": 1.0,
+        "lapcli_switch_seconds_count": 1.0,
+    }
+    after = {
+        **{f'lapcli_configuration_ppl_increase{{configuration="{name}"}}': kind[0] for name, kind in kinds.items()},
+        **{f'lapcli_configuration_share{{configuration="{name}"}}': kind[1] for name, kind in kinds.items()},
+        'lapcli_configuration_tokens_total{configuration="4-of-4"}': 30.0,
+        'lapcli_configuration_tokens_total{configuration="2-of-4"}': 60.0,
+        'lapcli_configuration_tokens_total{configuration="0-of-4"}': 50.0,
+        'lapcli_configurations_total{configuration="2-of-4",reason="prompt length"}': 3.0,
+        'lapcli_configurations_total{configuration="2-of-4",reason="memory is short"}': 2.0,
+        'lapcli_switches_total{configuration="4-of-4",reason="memory is short"}': 2.0,
+        'lapcli_switches_total{configuration="2-of-4",reason="memory is short"}': 1.0,
+        "lapcli_switch_seconds_sum": 4.0,
+        "lapcli_switch_seconds_count": 3.0,
+        "lapcli_switch_tokens_total": 700.0,
+        "lapcli_steps": 50.0,
+        "lapcli_mixed_steps": 20.0,
+        "lapcli_mixed_seconds": 0.4,
+        "lapcli_split_seconds": 0.1,
+        "lapcli_memory_for_rows_peak_bytes": 1000.0,
+        "lapcli_peak_memory_bytes": 5.0,
+    }
+    found = served_figures(before, after)
+    assert found["tokens_as"] == {"2-of-4": 50.0, "0-of-4": 50.0}
+    assert found["share_converted"] == pytest.approx(0.25)
+    assert found["ppl_increase"] == pytest.approx(0.02)
+    assert found["began_as"] == {"2-of-4": 5.0}
+    assert found["switches"] == {"memory is short": 3.0}
+    assert (found["replays"], found["switch_mean_seconds"], found["switch_tokens"]) == (2.0, 1.5, 700.0)
+    assert (found["mixed_mean_seconds"], found["split_mean_seconds"]) == (pytest.approx(0.02), pytest.approx(0.005))
+    assert found["split_percent_of_mixed"] == pytest.approx(25)
+    assert (found["rows_peak_bytes"], found["peak_memory_bytes"]) == (1000.0, 5.0)
+    # A server of before, or of somebody else.
+    assert served_figures({}, {})["ppl_increase"] is None
+
+
+def test_a_trace_in_two_modes(monkeypatch, capsys, trace, conversion, tmp_path):
+    """Each server is started, replayed against and ended; files hold every request of each."""
+    output = tmp_path / "modes.json"
+    options = ["--turns", "0", "--max-ppl-increase", "1", "--caps", "0:34%,100:67%", "--max-length", "400"]
+    code = lapcli(
+        monkeypatch, "replay", trace, "--model", conversion, "--modes", "never,adaptive", "--output", output, *options
+    )
+    said = capsys.readouterr().err
+    assert code == 0, said
+    found = json.loads(output.read_text())
+    assert list(found["modes"]) == ["never", "adaptive"]
+    never, adaptive = found["modes"].values()
+    for mode, figures in found["modes"].items():
+        assert (figures["mode"], figures["done"], figures["failed"]) == (mode, 24, 0)
+        assert len(found["each"][mode]) == 24
+        assert sum(figures["tokens_as"].values()) == figures["tokens"] == sum(20 + n % 7 for n in range(24))
+    assert (never["share_converted"], never["ppl_increase"], never["mixed_steps"]) == (0.0, 0.0, 0.0)
+    assert set(adaptive["tokens_as"]) == {"1-of-3", "2-of-3"}
+    expected = sum(n * {"1": 0.105171, "2": 0.221403}[name[0]] for name, n in adaptive["tokens_as"].items())
+    assert adaptive["ppl_increase"] == pytest.approx(expected / adaptive["tokens"], abs=1e-5)
+    assert adaptive["mixed_steps"] > 0
+    assert list(found["compared"]) == ["never / adaptive"]
+    assert "layers converted, mean over tokens" in said
+    for mode in ("never", "adaptive"):
+        log = [json.loads(line) for line in (tmp_path / f"modes.json.{mode}.log").read_text().splitlines()]
+        assert log[-1]["event"] == "ended"
+        (engine,) = [line["pid"] for line in log if line["event"] == "engine begins"]
+        assert not psutil.pid_exists(engine)
+    assert sum(line["event"] == "configuration" for line in log) == 24
+
+
+def test_a_server_that_cannot_begin(conversion):
+    with pytest.raises(UsageError, match="exit code 2") as raised, started(str(conversion), ["--fraction", "2"]):
+        pass
+    assert "--fraction 2" in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--modes", "never,always"], "'always' is none of"),
+        (["--modes", "never"], "pass --model DIR"),
+        (["--modes", "never", "--model", "demo:gdn"], "--fraction: demo:gdn is one model"),
+        (["--modes", "adaptive", "--model", "demo:gdn"], "--adapt: demo:gdn is one model"),
+        (["--modes", "adaptive", "--model", "CONVERSION"], "--max-ppl-increase 11% or more"),
+        (["--modes", "never", "--model", "CONVERSION", "--url", "http://x"], "--url http://x names one that runs"),
+        (["--modes", "never", "--model", "CONVERSION", "--caps", "0:1%"], "--caps is for --modes with adaptive"),
+        (["--modes", "never", "--model", "CONVERSION", "--replicas", "2"], "--replicas 2 is for --simulate"),
+        (["--modes", "never", "--model", "CONVERSION", "--memory", "5"], "did you mean 5GiB"),
+        (["--max-rows", "5"], "--max-rows is for engines that are started or simulated here"),
+        (["--offload"], "--offload is for --modes"),
+        (["--max-length", "0"], "--max-length 0"),
+        (["--modes", "never", "--simulate", "COSTS"], "of x, which comes in one configuration"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_modes_that_cannot_be(monkeypatch, capsys, trace, tmp_path, conversion, arguments, words):
+    from lapcli.serving.costs import StepCosts
+
+    costs = tmp_path / "costs.json"
+    StepCosts(((1, 1.0),), ((1, 1.0),), model="x").write(costs)
+    named = {"CONVERSION": str(conversion), "COSTS": str(costs)}
+    assert lapcli(monkeypatch, "replay", trace, *(named.get(each, each) for each in arguments)) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_modes_would_do(monkeypatch, capsys, trace, conversion):
+    options = ["--modes", "never,static:0.34", "--model", conversion, "--dry-run", "--json"]
+    assert lapcli(monkeypatch, "replay", trace, *options) == 0
+    assert json.loads(capsys.readouterr().out)["modes"] == ["never", "static:0.34"]
