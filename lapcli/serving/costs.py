@@ -155,7 +155,7 @@ def measure_costs(batch: "Batch", *, model: str, window: int, base_bytes: int = 
     engine, piece = batch.engine, batch.piece or batch.together
     known = [told_of(each) for each in engine.configurations]
     least, most = known[0], known[-1]
-    rows = _rows_of_steps(batch)
+    rows = rows_of_steps(batch)
     curve = _measure_curve(batch, rows, window, None if len(known) == 1 else least.name)
     other = None if len(known) == 1 else _measure_curve(batch, rows, window, most.name)
     split = 0.0
@@ -190,7 +190,7 @@ def told_of(configuration: Any) -> Configuration:
     )
 
 
-def _rows_of_steps(batch: "Batch") -> int:
+def rows_of_steps(batch: "Batch") -> int:
     """As many rows as the engine has room for where each has a short text."""
     engine = batch.engine
     need = engine.pages.need(_PROMPT + _STEPS + 8 + engine.max_rows)
@@ -239,7 +239,8 @@ def step_seconds(batch: "Batch", configurations: Sequence[str | None], prompt: i
         batch.advance()
     batch.advance()
     found: list[float] = []
-    for _ in range(_STEPS):
+    # Rows end where there is no room for more tokens.
+    for _ in range(max(1, min(_STEPS, batch.engine.max_length - prompt - len(configurations) - 8))):
         begun = time.perf_counter()
         batch.advance()
         found.append(time.perf_counter() - begun)

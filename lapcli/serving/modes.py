@@ -1,6 +1,5 @@
 """How a converted model is served: as one of its configurations, or as whichever a request is best given."""
 
-import json
 import math
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
@@ -8,13 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lapcli.errors import ArtifactError, UsageError
-from lapcli.linearising.plan import SUMMARY_FILE, Place, holds_conversion
+from lapcli.linearising.plan import Place, Shape, holds_conversion
 from lapcli.serving.adaptive import PAPER_CAPS, Adaptive, Cap
 from lapcli.serving.policy import Configuration, OneConfiguration, Policy
 
 NEVER, STATIC, ADAPTIVE = "never", "static", "adaptive"
 DEFAULT_INCREASE = 0.1
 """Of perplexity, as a share, that adapting may cost where nobody says."""
+
+_ABSURD = 500.0
+"""Nats above the teacher's cross entropy whose perplexity is not worth a number."""
 
 
 class Mode(NamedTuple):
@@ -57,27 +59,30 @@ class Conversion(NamedTuple):
 
 
 def read_conversion(root: Path) -> Conversion:
-    """Read what was measured of each prefix.
+    """Read what was measured of each prefix, from the layers' artifacts.
 
     Raises:
-        ArtifactError: the summary cannot be read, or says nothing of quality.
+        ArtifactError: one is damaged, or does not say how good it is.
+        ModelError: the teacher is not there.
     """
-    file = root / SUMMARY_FILE
-    try:
-        document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        layers, teacher = int(document["layers"]), float(document["teacher"]["perplexity"])
-        found = [Configuration(f"0-of-{layers}", 0, layers)]
-        for number, prefix in enumerate(document["prefixes"], 1):
-            if int(prefix["number"]) != number:
-                raise ValueError(f"prefix {number} is missing")
-            # Rounded, so that 11 after 10 is 10 %, as it is typed.
-            increase = round(float(prefix["perplexity"]) / teacher - 1, 12)
-            found.append(Configuration(f"{number}-of-{layers}", number, layers, increase=increase))
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
-        raise ArtifactError(
-            f"{file} does not say what was converted and how well: {type(error).__name__} {error}",
-            f"write it anew: lapcli convert MODEL --to dsla --output {root}",
-        ) from error
+    from lapcli.families.source import resolve_model
+    from lapcli.linearising.record import stored
+
+    place = Place(root)
+    layers = Shape.of(resolve_model(str(place.base)).config).layers
+    found = [Configuration(f"0-of-{layers}", 0, layers)]
+    for number, artifact in enumerate(stored(place), 1):
+        record = artifact.lineage.record
+        try:
+            worse = float(record["cross_entropy"]) - float(record["teacher_cross_entropy"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"{artifact.path} does not say how good the converted model is: {type(error).__name__} {error}",
+                f"convert anew: lapcli convert MODEL --to dsla --output {root} --overwrite",
+            ) from error
+        # Rounded, so that 11 after 10 is 10 %, as it is typed. What overflows is no limit's.
+        increase = round(math.expm1(worse), 9) if worse < _ABSURD else math.inf
+        found.append(Configuration(f"{number}-of-{layers}", number, layers, increase=increase))
     return Conversion(root, tuple(found))
 
 

@@ -157,20 +157,20 @@ def _load(settings: EngineSettings, source: "ModelSource", device: "torch.device
 
 def measure(batch: "Batch") -> "Measured":
     """What a policy wants to know of an engine before anything ran; nothing where there is nothing to choose."""
-    from lapcli.serving.costs import prompt_seconds, split_cost, step_seconds
+    from lapcli.serving.costs import prompt_seconds, rows_of_steps, split_cost, step_seconds
     from lapcli.serving.loop import Measured
 
     engine = batch.engine
     if len(engine.configurations) < 2:
         return Measured()
     first, last = engine.configurations[0].name, engine.configurations[-1].name
-    rows, token = min(_MEASURED_ROWS, engine.max_rows), engine.vocabulary // 2
+    rows, token = min(_MEASURED_ROWS, rows_of_steps(batch)), engine.vocabulary // 2
     tokens = min(batch.piece or batch.together, engine.max_length - 1)
     alike = [step_seconds(batch, [name] * rows, 4, token) for name in (first, last)]
     split = split_cost(batch, rows, sum(alike) / 2) if rows > 1 else 0.0
     measured = Measured(prompt_seconds(batch, [token] * tokens, first) / tokens, sum(alike) / 2, split)
     # Of what was measured nothing is counted.
-    batch.mixed_steps = 0
+    batch.mixed_steps = batch.set_back = 0
     return measured
 
 

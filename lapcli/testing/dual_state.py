@@ -1,7 +1,5 @@
 """Tiny real teachers of every kind whose attention can be converted, converted models, and an oracle of the layer."""
 
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -159,11 +157,4 @@ def tiny_conversion(
             },
         )
         write_artifact(place.prefix(number, layer), lineage, tensors)
-    prefixes = [
-        {"number": number, "layer": layer, "perplexity": math.exp(2.0 + 0.1 * number)}
-        for number, layer in enumerate(order, 1)
-    ]
-    layers = base.config["num_hidden_layers"]
-    summary = {"layers": layers, "teacher": {"perplexity": math.exp(2.0)}, "order": list(order), "prefixes": prefixes}
-    place.summary.write_text(json.dumps(summary))
     return root

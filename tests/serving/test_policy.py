@@ -4,10 +4,14 @@ import json
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lapcli.artifacts import Lineage, write_artifact
 from lapcli.errors import ArtifactError, UsageError
+from lapcli.linearising.plan import Place
+from lapcli.linearising.record import KIND
 from lapcli.serving.adaptive import BY_LENGTH, BY_PRESSURE, BY_QUALITY, PAPER_CAPS, RELIEVED, Adaptive, Cap
 from lapcli.serving.modes import Wish, find_conversion, parse_caps, parse_modes, parse_share, policy_of, read_conversion
 from lapcli.serving.policy import Configuration, Load, RequestFacts, RunningFacts
@@ -184,14 +188,18 @@ def test_reviews_come_to_rest(rows, total, waiting, prefill):
 
 @pytest.fixture
 def conversion(tmp_path):
-    """What a conversion of a model of four layers left, three of them converted, as far as serving reads it."""
+    """Makes what a conversion of four layers left, as far as serving reads it before a model is loaded."""
 
-    def write(*perplexities, **change):
-        prefixes = [{"number": n, "perplexity": value} for n, value in enumerate(perplexities, 1)]
-        document = {"layers": 4, "teacher": {"perplexity": 10.0}, "prefixes": prefixes, **change}
-        (tmp_path / "base").mkdir(exist_ok=True)
-        (tmp_path / "conversion.json").write_text(json.dumps(document))
-        return tmp_path
+    def write(*perplexities, teacher=10.0, record=None):
+        place = Place(tmp_path / str(len(list(tmp_path.iterdir()))))
+        place.base.mkdir(parents=True)
+        config = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 1, "hidden_size": 8}
+        (place.base / "config.json").write_text(json.dumps(config))
+        for number, value in enumerate(perplexities, 1):
+            known = {"cross_entropy": math.log(value), "teacher_cross_entropy": math.log(teacher)}
+            lineage = Lineage(KIND, {}, "dsla", {"number": number}, {}, {}, known if record is None else record)
+            write_artifact(place.prefix(number, number), lineage, {"x": torch.zeros(1)})
+        return place.root
 
     return write
 
@@ -204,10 +212,11 @@ def test_what_a_conversion_says(conversion):
         ("2-of-4", 2),
         ("3-of-4", 3),
     ]
-    assert [each.increase for each in found.configurations] == pytest.approx([0, 0.05, 0.1, 1.0])
-    for root in (conversion(1, layers="x"), conversion(1, teacher={}), conversion(prefixes=[{"number": 2}])):
-        with pytest.raises(ArtifactError, match="does not say what was converted"):
-            read_conversion(root)
+    assert [each.increase for each in found.configurations] == [0, 0.05, 0.1, 1.0]
+    assert read_conversion(conversion(1e300, teacher=1e-300)).configurations[1].increase == math.inf
+    for record in ({}, {"cross_entropy": None, "teacher_cross_entropy": 1}):
+        with pytest.raises(ArtifactError, match="does not say how good"):
+            read_conversion(conversion(1, record=record))
 
 
 def served(root, **wish):
