@@ -167,6 +167,8 @@ class Engine:
             if self._convertible is None
             else self._convertible.configurations(*pools)
         )
+        # Layers that are attention, by how many are converted.
+        self._attention = {each.converted: self._attention_of(each.converted) for each in self.configurations}
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
 
     @property
@@ -348,7 +350,7 @@ class Engine:
     def _open(self, tokens: int, converted: int) -> int:
         """Take a slot for a row of a configuration, and pages for so many tokens."""
         slot = self.slots.take(converted)
-        self.pages.open(slot, self._attention(converted))
+        self.pages.open(slot, self._attention[converted])
         try:
             self.pages.grow({slot: tokens})
         except ModelError:
@@ -596,10 +598,9 @@ class Engine:
 
     def pages_of(self, tokens: int, configuration: str | None = None) -> int:
         """Pages of a row of so many tokens; of a configuration, of the first for `None`."""
-        return self.pages.need(tokens, self._attention(self.converted(configuration)))
+        return self.pages.need(tokens, self._attention[self.converted(configuration)])
 
-    def _attention(self, converted: int) -> list[int]:
-        """The layers that are attention where so many are converted."""
+    def _attention_of(self, converted: int) -> list[int]:
         states = () if self._convertible is None else self._convertible.order[:converted]
         return [layer for layer in self.plan.attention if layer not in states]
 

@@ -1,7 +1,7 @@
 """Keys and values of all attention layers, in pages that rows take as they grow and give back when they end."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -142,13 +142,13 @@ class Pages:
         """Pages that all rows together take at most within their next `PAGE` tokens."""
         return sum(map(len, self._places.values()))
 
-    def need(self, tokens: int, layers: Iterable[int] | None = None) -> int:
+    def need(self, tokens: int, layers: Collection[int] | None = None) -> int:
         """Pages of a row of so many tokens that goes through these attention layers; `None` for all."""
-        return pages_of(tokens) * len(self.layers if layers is None else list(layers))
+        return pages_of(tokens) * len(self.layers if layers is None else layers)
 
-    def open(self, slot: int, layers: Iterable[int] | None = None) -> None:
+    def open(self, slot: int, layers: Collection[int] | None = None) -> None:
         """Let a row begin that goes through these attention layers; `None` for all."""
-        chosen = self.layers if layers is None else list(layers)
+        chosen = self.layers if layers is None else layers
         self._held[slot], self._places[slot] = [], [self.layers.index(layer) for layer in chosen]
         self._room[slot] = 0 if chosen else math.inf
 
