@@ -349,7 +349,8 @@ def _by_cublas(cell: Cell) -> Iterator[tuple[str, Way, list[Tensor]]]:
         for splits in (2, 4):
             yield f"bmm {splits}, summed", partial(_split, splits, True), weights
             yield f"bmm {splits}, reader", partial(_split, splits, False), weights
-        yield "linear, fp32 sums", _set(_sums(False, True), F.linear), weights
+        other = not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        yield f"linear, sums in {'bf16' if other else 'fp32'}", _set(_sums(other, True), F.linear), weights
         yield "linear, no splits", _set(_sums(False, False), F.linear), weights
         yield "linear, library cublaslt", _set(_library("cublaslt"), F.linear), weights
         for pieces in (2, 3):
