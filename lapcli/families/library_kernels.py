@@ -8,6 +8,7 @@ behind the binding, elsewhere the binding. Where the `kernels` package is instal
 `nn.Module` of its own. No file of the library is touched.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 _BOUND_IN = "hub_kernels"
+_CHOICE = "_lapcli_choice"
 
 
-class _ByDevice:
-    """A function of a library's module that runs by the device of the first tensor that it is given.
+class _Choice:
+    """What a function of a library's module runs, by the device of the first tensor that it is given.
 
     Attributes:
         fast: what transformers bound.
@@ -38,11 +40,18 @@ class _ByDevice:
         self.package = _package(function)
         self.without_gradient = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        avoided = self.without_gradient and torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        run = self.plain if avoided or _runs_pytorch(tensors[0].device) else self.fast
-        return run(*args, **kwargs)
+    def function(self) -> Callable[..., Any]:
+        """The function itself, with the PyTorch function's name and signature."""
+
+        @functools.wraps(self.plain)
+        def by_device(*args: Any, **kwargs: Any) -> Any:
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            avoided = self.without_gradient and torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+            run = self.plain if avoided or _runs_pytorch(tensors[0].device) else self.fast
+            return run(*args, **kwargs)
+
+        setattr(by_device, _CHOICE, self)
+        return by_device
 
 
 def choose_by_device(model: nn.Module) -> None:
@@ -55,7 +64,7 @@ def choose_by_device(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             function = _bound(value)
             if function is not None:
-                setattr(module, name, _ByDevice(value, function, name))
+                setattr(module, name, _Choice(value, function, name).function())
 
 
 def differentiate_without(model: nn.Module, package: str) -> tuple[str, ...]:
@@ -97,10 +106,12 @@ def _runs_pytorch(device: torch.device) -> bool:
     return device.type in ("cpu", "meta")
 
 
-def _chosen(model: nn.Module) -> list[_ByDevice]:
-    """The functions of a model's modules that choose."""
-    values = [value for module in _library_modules(model) for value in vars(module).values()]
-    return [value for value in values if isinstance(value, _ByDevice)]
+def _chosen(model: nn.Module) -> list[_Choice]:
+    """The choices of the functions of a model's modules."""
+    functions = [
+        each for module in _library_modules(model) for each in vars(module).values() if inspect.isfunction(each)
+    ]
+    return [getattr(each, _CHOICE) for each in functions if hasattr(each, _CHOICE)]
 
 
 def _library_modules(model: nn.Module) -> list[ModuleType]:

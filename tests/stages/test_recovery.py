@@ -461,7 +461,8 @@ def test_where_flas_gradients_are_wrong_pytorch_runs(tmp_path, monkeypatch):
         monkeypatch.setattr(fla_backend, "why_wrong", lambda *_arguments, _said=wrong, **_options: _said)
         reporter = SilentReporter()
         recovery._use_right_gradients(model, torch.device("cuda"), reporter)
-        assert modeling_qwen3_5.torch_chunk_gated_delta_rule.without_gradient == (wrong is not None)
+        choice = modeling_qwen3_5.torch_chunk_gated_delta_rule._lapcli_choice
+        assert choice.without_gradient == (wrong is not None)
         assert bool(reporter.warnings) == (wrong is not None)
     assert "wrong here" in reporter.warnings[0]
     assert "fla's chunk_gated_delta_rule" in reporter.warnings[0]
