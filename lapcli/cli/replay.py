@@ -239,6 +239,8 @@ def _simulate(
     turns: "list[Turn]", costs: "StepCosts", modes: "list[Mode] | None", wish: "Wish", engine: "Engines"
 ) -> "Results":
     """Replay by measured costs."""
+    from dataclasses import replace
+
     from lapcli.serving.replay_modes import simulate_mode
     from lapcli.serving.replay_trace import fit
 
@@ -246,7 +248,16 @@ def _simulate(
     fitted = fit(turns, window)
     results: Results = {}
     for mode in modes or [None]:
-        found, outcomes = simulate_mode(mode, fitted, costs, wish, engine.memory, engine.replicas, engine.max_waiting)
+        found, outcomes = simulate_mode(
+            mode,
+            fitted,
+            replace(costs, window=window),
+            wish,
+            memory=engine.memory,
+            max_rows=engine.max_rows,
+            replicas=engine.replicas,
+            waiting=engine.max_waiting,
+        )
         head = {"model": costs.model, **_fitting(fitted, window)}
         results["simulated" if mode is None else mode.name] = {**head, **found}, outcomes
     return results

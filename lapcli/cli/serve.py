@@ -206,10 +206,19 @@ def run(
             return
         policy = None if found is None else found.policy
         parts = assemble(source, settings, limits, keys, name=name, chat_template=template, policy=policy)
-        _serve(Running(parts, taken, limits), source, as_json=as_json, quiet=quiet)
+        _serve(Running(parts, taken, limits), _what(source, found), as_json=as_json, quiet=quiet)
 
 
-def _serve(running: "Running", source: "ModelSource", *, as_json: bool, quiet: bool) -> None:
+def _what(source: "ModelSource", found: "Served | None") -> str:
+    """What is served, for whoever started it."""
+    if found is None:
+        return source.name
+    names = [each.name for each in found.configurations]
+    which = names[0] if len(names) == 1 else f"{len(names)} configurations from {names[0]} to {names[-1]}"
+    return f"{found.conversion.root} ({which})"
+
+
+def _serve(running: "Running", what: str, *, as_json: bool, quiet: bool) -> None:
     """Serve, and say where once there is an engine."""
     import asyncio
     import gc
@@ -222,8 +231,7 @@ def _serve(running: "Running", source: "ModelSource", *, as_json: bool, quiet: b
             display.emit({"url": running.url, "model": running.name, "pid": os.getpid()})
             sys.stdout.flush()
         display.closing(
-            f"serving {source.name} as {running.name} at {running.url}/v1; Ctrl-C ends what is under way, then the "
-            "server",
+            f"serving {what} as {running.name} at {running.url}/v1; Ctrl-C ends what is under way, then the server",
             quiet=quiet or as_json,
         )
 

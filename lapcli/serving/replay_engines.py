@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +107,7 @@ class Engines(NamedTuple):
             costs = read_costs(file)
             if self.model is not None and self.model != costs.model:
                 raise UsageError(f"{file} holds the costs of {costs.model}, not of {self.model}", "name another file")
-            return costs if self.max_rows is None else replace(costs, rows=self.max_rows)
+            return costs
         if self.model is None:
             raise UsageError(f"there is no {file}", "pass --model MODEL too, to measure its step costs here")
         if not file.parent.is_dir():

@@ -1,7 +1,8 @@
 """What replays of a conversion in its modes came to: by a server's metrics, or simulated."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lapcli.errors import UsageError
@@ -11,10 +12,9 @@ from lapcli.serving.modes import Mode, Wish, parse_caps, parse_share, policy_of
 from lapcli.serving.policy import Configuration
 from lapcli.serving.replay_results import Outcome, adapting_figures, summary
 from lapcli.serving.replay_trace import Fitted
-from lapcli.serving.simulation import Counted, counted_figures, simulate
-
-_ROOM_FOR_ROWS = 0.9
-"""Of the memory that weights leave; as `lapcli.serving.worker` reserves."""
+from lapcli.serving.settings import EngineSettings
+from lapcli.serving.simulation import PAGE, Counted, counted_figures, simulate
+from lapcli.serving.worker import rows_that_fit
 
 
 def served_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
@@ -71,7 +71,15 @@ def _label(line: str, label: str) -> str | None:
 
 
 def simulate_mode(
-    mode: Mode | None, fitted: Fitted, costs: StepCosts, wish: Wish, memory: int | None, replicas: int, waiting: int
+    mode: Mode | None,
+    fitted: Fitted,
+    costs: StepCosts,
+    wish: Wish,
+    *,
+    memory: int | None = None,
+    max_rows: int | None = None,
+    replicas: int = 1,
+    waiting: int = 1024,
 ) -> tuple[dict[str, Any], list[Outcome]]:
     """Replay by measured costs.
 
@@ -80,38 +88,36 @@ def simulate_mode(
         fitted: the requests.
         costs: of each engine's work.
         wish: the adaptive mode's caps and limit.
-        memory: bytes of weights, keys and values of each engine; `None`: as where costs were measured.
+        memory: bytes of weights, states, keys and values of each engine; `None`: as where costs were measured.
+        max_rows: requests that an engine decodes together; `None`: as many as a server makes room for.
         replicas: engines.
         waiting: requests that may wait at each.
 
     Raises:
-        UsageError: the costs are not of a conversion; the mode cannot be had of it; memory holds no request.
+        UsageError: the costs are not of a conversion; the mode cannot be had of it.
+        ModelError: memory holds no request.
     """
-    policy, most = None, costs.configurations[-1].converted
+    policy, allowed = None, list(costs.configurations)
     if mode is not None:
-        if len(costs.configurations) < 2:
+        if len(allowed) < 2:
             raise UsageError(
                 f"the step costs are of {costs.model}, which comes in one configuration",
                 "measure those of a conversion: --simulate FILE --model DIR",
             )
         policy, allowed = policy_of(
             mode,
-            costs.configurations,
+            allowed,
             caps=PAPER_CAPS if wish.caps is None else parse_caps(wish.caps),
             most_increase=None
             if wish.max_ppl_increase is None
             else parse_share(wish.max_ppl_increase, "--max-ppl-increase"),
             where=costs.model,
         )
-        most = 0 if len(allowed) == 1 else allowed[-1].converted
-    total = _total_bytes(costs, most, memory)
-    least = max(each.row_bytes(costs.window) for each in costs.configurations)
-    if total and total < least:
-        raise UsageError(f"{total} bytes hold no request of {costs.window} tokens, which takes {least}", "--memory")
+    rows, total = _room(costs, allowed, memory, max_rows)
     counted = Counted()
     outcomes = simulate(
         fitted.turns,
-        costs,
+        replace(costs, rows=rows),
         replicas=replicas,
         waiting=waiting,
         policy=policy,
@@ -122,16 +128,24 @@ def simulate_mode(
     return {"replicas": replicas, **found, **counted_figures(counted, costs.configurations, total)}, outcomes
 
 
-def _total_bytes(costs: StepCosts, twice: int, memory: int | None) -> int:
-    """Bytes for keys and values where so many layers are there as both kinds."""
-    spared = costs.layer_bytes * (costs.configurations[-1].converted - twice)
+def _room(
+    costs: StepCosts, allowed: Sequence[Configuration], memory: int | None, max_rows: int | None
+) -> tuple[int, int]:
+    """Rows, and bytes for keys and values, of an engine that has some of the configurations; 0 for any number."""
+    import torch
+
+    converted = costs.configurations[-1].converted
+    # Layers that are states in some of them and attention in others are there twice.
+    spared = costs.layer_bytes * (converted - (allowed[-1].converted - allowed[0].converted))
+    slot = costs.slot_bytes * allowed[-1].converted // converted if converted else costs.slot_bytes
     if memory is None:
-        return costs.total_bytes + spared if costs.total_bytes else 0
-    left = int(_ROOM_FOR_ROWS * (memory - costs.weights_bytes + spared)) - costs.rows * costs.slot_bytes
-    if left < 1:
-        raise UsageError(
-            f"--memory {memory} bytes: the weights take {costs.weights_bytes - spared}, and slots of {costs.rows} rows "
-            f"{costs.rows * costs.slot_bytes}",
-            "give more, or lower --max-rows",
-        )
-    return left
+        rows = max_rows or costs.rows
+        more = spared + costs.rows * costs.slot_bytes - rows * slot
+        return rows, max(0, costs.total_bytes + more) if costs.total_bytes else 0
+    settings = EngineSettings("", "cpu", "float32", max_length=costs.window, max_rows=max_rows, memory=memory)
+
+    def row_bytes(tokens: int) -> int:
+        return slot + allowed[0].token_bytes * PAGE * -(-tokens // PAGE)
+
+    rows, total = rows_that_fit(settings, torch.device("cpu"), costs.weights_bytes - spared, row_bytes)
+    return rows, total or 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lapcli.errors import UsageError
+from lapcli.errors import LapcliError
 from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.serving.adaptive import Adaptive, Cap
 from lapcli.serving.costs import Curve, StepCosts, measure_costs, read_costs
@@ -111,7 +111,7 @@ def test_modes_are_compared():
     found = {}
     for mode in parse_modes("never,static:0.5,adaptive"):
         costs = replace(COSTS, total_bytes=60_000)
-        found[mode.name], outcomes = simulate_mode(mode, fitted, costs, Wish(caps="0:0%"), None, 1, 1000)
+        found[mode.name], outcomes = simulate_mode(mode, fitted, costs, Wish(caps="0:0%"))
         assert all(each.done for each in outcomes)
     never, static, adaptive = found.values()
     assert (never["share_converted"], never["ppl_increase"], static["share_converted"]) == (0.0, 0.0, 0.5)
@@ -130,28 +130,42 @@ def test_modes_are_compared():
     [
         (replace(COSTS, configurations=KINDS[:1], most=None), "never", None, "comes in one configuration"),
         (replace(COSTS, configurations=KINDS[:3]), "static:1", None, "1 of 4 layers are 4, and 2 are converted"),
-        (replace(COSTS, weights_bytes=10**6), "never", 10**6, "the weights take 1000000"),
-        (replace(COSTS, weights_bytes=0), "never", 10**4, "hold no request of 1000 tokens, which takes 40000"),
+        (replace(COSTS, weights_bytes=10**6), "never", 10**6, "hold 1000000 of weights and leave 0"),
+        (replace(COSTS, weights_bytes=0), "never", 10**4, "the longest takes 40960"),
     ],
     ids=["one configuration", "not converted", "weights alone", "no request"],
 )
 def test_what_cannot_be_simulated(costs, mode, memory, words):
     (mode,) = parse_modes(mode)
-    with pytest.raises(UsageError, match=words):
-        simulate_mode(mode, Fitted([turn(0, 5, 5)], 0, 0), costs, Wish(), memory, 1, 10)
+    with pytest.raises(LapcliError, match=words):
+        simulate_mode(mode, Fitted([turn(0, 5, 5)], 0, 0), costs, Wish(), memory=memory)
 
 
-def test_layers_that_are_there_once_leave_memory_for_rows(monkeypatch):
-    """Of 9000 bytes of weights 1000 are of each layer's second kind: never needs none of them, a limited one two."""
-    costs = replace(COSTS, weights_bytes=9000, layer_bytes=1000, slot_bytes=10)
+def test_engines_have_the_rows_and_the_bytes_that_a_server_would_make_room_for(monkeypatch):
+    """Of 9000 bytes of weights 1000 are of each layer's second kind, and a layer's states take 10 bytes a row.
+
+    A tenth of what weights leave is kept; rows are as many as take an eighth of 1000 tokens, two pages of 40 bytes.
+    """
+    costs = replace(COSTS, weights_bytes=9000, layer_bytes=1000, slot_bytes=40)
     given = []
-    monkeypatch.setattr("lapcli.serving.replay_modes.simulate", lambda *_, total_bytes, **__: given.append(total_bytes))
+
+    def simulate(_, costs, *, total_bytes, **others):
+        given.append((costs.rows, total_bytes))
+
+    monkeypatch.setattr("lapcli.serving.replay_modes.simulate", simulate)
     monkeypatch.setattr("lapcli.serving.replay_modes.summary", lambda *_, **__: {})
-    for text, wish in (("never", Wish()), ("adaptive", Wish(max_ppl_increase="2%")), ("adaptive", Wish())):
+
+    def made(text, limit=None, **others):
         (mode,) = parse_modes(text)
-        simulate_mode(mode, Fitted([turn(0, 5, 5)], 0, 0), costs, wish, 109_000, 1, 100)
-    # A tenth of what weights leave is kept, and eight rows have slots.
-    assert given == [0.9 * 104_000 - 80, 0.9 * 102_000 - 80, 0.9 * 100_000 - 80]
+        simulate_mode(mode, Fitted([], 0, 0), costs, Wish(max_ppl_increase=limit), memory=109_000, **others)
+        return given.pop()
+
+    # Unconverted there are no states, and no layer is there twice.
+    assert made("never") == (18, 0.9 * 104_000)
+    # Their keys and values are of half the layers.
+    assert made("static:0.5") == (36, 0.9 * 104_000 - 36 * 20)
+    assert made("adaptive", "2%") == (17, 0.9 * 102_000 - 17 * 20)
+    assert made("adaptive", max_rows=5) == (5, 0.9 * 100_000 - 5 * 40)
 
 
 @pytest.fixture(scope="module")
