@@ -42,6 +42,7 @@ class Adaptive:
     Args:
         caps: by length, ascending, the first from 0 on.
         most_increase: of perplexity over the unconverted model, as a share; what exceeds it is never used.
+        refused: configurations that there would be without that limit, where an engine does not hold them.
         high: share of memory from which on it is short.
         low: share of memory under which it is free again.
         patience: see above.
@@ -54,12 +55,13 @@ class Adaptive:
         self,
         caps: Sequence[Cap] = PAPER_CAPS,
         most_increase: float = math.inf,
+        refused: Sequence[Configuration] = (),
         *,
         high: float = 0.85,
         low: float = 0.6,
         patience: float = 0.1,
     ):
-        self.caps, self.most_increase = tuple(caps), most_increase
+        self.caps, self.most_increase, self.refused = tuple(caps), most_increase, tuple(refused)
         self.high, self.low, self.patience = high, low, patience
         lengths = [cap.tokens for cap in self.caps]
         if not lengths or lengths[0] != 0 or lengths != sorted(set(lengths)):
@@ -116,7 +118,7 @@ class Adaptive:
         allowed = self.within(load.configurations)
         assert allowed, "an engine without an allowed configuration is refused before it begins"
         found = _most(allowed, share)
-        cut = found.converted < _most(load.configurations, share).converted
+        cut = found.converted < _most([*load.configurations, *self.refused], share).converted
         return found, BY_QUALITY if cut else BY_LENGTH
 
     def _raise(self, rows: Sequence[RunningFacts], load: Load, replaying: bool) -> list[Switch]:

@@ -193,8 +193,9 @@ def policy_of(
             f"nothing is converted in {where}, so there is nothing to adapt",
             f"lapcli convert MODEL --to dsla --fraction 0.5 --output {where}",
         )
-    policy = Adaptive(caps, DEFAULT_INCREASE if most_increase is None else most_increase)
-    allowed = policy.within(configurations)
+    limit = DEFAULT_INCREASE if most_increase is None else most_increase
+    allowed = Adaptive(caps, limit).within(configurations)
+    policy = Adaptive(caps, limit, [each for each in configurations if each not in allowed])
     if len(allowed) < 2:
         given = "--max-ppl-increase is" if most_increase is not None else "the limit, without --max-ppl-increase, is"
         best = min(configurations[1:], key=lambda each: each.increase)

@@ -103,6 +103,10 @@ def test_the_quality_limit_says_so():
         (3, BY_LENGTH),
         (4, BY_LENGTH),
     ]
+    # An engine need not hold what is never used.
+    allowed = policy.within(found)
+    aware = Adaptive(most_increase=0.05, refused=[each for each in found if each not in allowed])
+    assert aware.choose(RequestFacts(2048, 10), load(0, found=allowed)).reason == BY_QUALITY
     pressed = policy.choose(RequestFacts(9000, 10), load(1.0, found=found))
     assert (converted(pressed.configuration), pressed.reason) == (5, BY_PRESSURE)
 
@@ -228,6 +232,7 @@ def test_a_wish_comes_to_a_policy(conversion):
     found = served(root)
     assert isinstance(found.policy, Adaptive)
     assert (found.policy.most_increase, found.settings["configurations"]) == (0.1, [0, 1, 2])
+    assert [each.name for each in found.policy.refused] == ["3-of-4"]
     assert served(root, max_ppl_increase="200%").settings["configurations"] == [0, 1, 2, 3]
     assert served(root, caps="0:0%,100:50%").policy.caps == (Cap(0, 0.0), Cap(100, 0.5))
     for wish, number in (({"fraction": "0.75"}, 3), ({"fraction": "0"}, 0), ({"adapt": False}, 0)):
