@@ -117,8 +117,8 @@ class Adaptive:
         share = self.share(tokens, pressure)
         allowed = self.within(load.configurations)
         assert allowed, "an engine without an allowed configuration is refused before it begins"
-        found = _most(allowed, share)
-        cut = found.converted < _most([*load.configurations, *self.refused], share).converted
+        found = most_within(allowed, share)
+        cut = found.converted < most_within([*load.configurations, *self.refused], share).converted
         return found, BY_QUALITY if cut else BY_LENGTH
 
     def _raise(self, rows: Sequence[RunningFacts], load: Load, replaying: bool) -> list[Switch]:
@@ -158,7 +158,7 @@ class Adaptive:
         return switches
 
 
-def _most(configurations: Sequence[Configuration], share: float) -> Configuration:
+def most_within(configurations: Sequence[Configuration], share: float) -> Configuration:
     """The one that converts most without exceeding a share; the least of all where every one does."""
     # Shares are typed as decimals; what is meant to be a layer must not be lost to rounding.
     fitting = [each for each in configurations if each.converted <= share * each.layers + 1e-9]

@@ -143,7 +143,9 @@ def _between(points: Sequence[tuple[int, float]], size: int) -> float:
     return below + (above - below) * (size - low) / (high - low)
 
 
-def measure_costs(batch: "Batch", *, model: str, window: int, base_bytes: int = 0) -> StepCosts:
+def measure_costs(
+    batch: "Batch", *, model: str, window: int, base_bytes: int = 0, known: Sequence[Configuration] = ()
+) -> StepCosts:
     """Measure, with an engine that does nothing else meanwhile.
 
     Args:
@@ -151,13 +153,14 @@ def measure_costs(batch: "Batch", *, model: str, window: int, base_bytes: int = 
         model: its name.
         window: tokens of a request.
         base_bytes: of the weights of the unconverted model; 0 where there is no other.
+        known: configurations that there are, where the engine holds the first and the last of them alone.
     """
     engine, piece = batch.engine, batch.piece or batch.together
-    known = [told_of(each) for each in engine.configurations]
-    least, most = known[0], known[-1]
+    held = [told_of(each) for each in engine.configurations]
+    least, most = held[0], held[-1]
     rows = rows_of_steps(batch)
-    curve = _measure_curve(batch, rows, window, None if len(known) == 1 else least.name)
-    other = None if len(known) == 1 else _measure_curve(batch, rows, window, most.name)
+    curve = _measure_curve(batch, rows, window, None if len(held) == 1 else least.name)
+    other = None if len(held) == 1 else _measure_curve(batch, rows, window, most.name)
     split = 0.0
     if other is not None and rows > 1:
         split = split_cost(batch, rows, (curve.steps[-1][1] + other.steps[-1][1]) / 2)
@@ -169,7 +172,7 @@ def measure_costs(batch: "Batch", *, model: str, window: int, base_bytes: int = 
         rows=engine.max_rows,
         window=window,
         piece=piece,
-        configurations=tuple(known),
+        configurations=tuple(_between_bytes(each, least, most) for each in known) or tuple(held),
         most=other,
         split_seconds=split,
         weights_bytes=weights,
@@ -177,6 +180,13 @@ def measure_costs(batch: "Batch", *, model: str, window: int, base_bytes: int = 
         slot_bytes=engine.row_bytes(0),
         total_bytes=engine.pages.count * engine.pages.page_bytes,
     )
+
+
+def _between_bytes(configuration: Configuration, least: Configuration, most: Configuration) -> Configuration:
+    """A configuration with its bytes, which lie between those of two others as its layers do."""
+    span = max(1, most.converted - least.converted)
+    more = (most.token_bytes - least.token_bytes) * (configuration.converted - least.converted) // span
+    return configuration._replace(token_bytes=least.token_bytes + more)
 
 
 def told_of(configuration: Any) -> Configuration:

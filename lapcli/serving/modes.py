@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 from lapcli.errors import ArtifactError, UsageError
 from lapcli.linearising.plan import Place, Shape, holds_conversion
-from lapcli.serving.adaptive import PAPER_CAPS, Adaptive, Cap
+from lapcli.serving.adaptive import PAPER_CAPS, Adaptive, Cap, most_within
 from lapcli.serving.policy import Configuration, OneConfiguration, Policy
 
 NEVER, STATIC, ADAPTIVE = "never", "static", "adaptive"
 DEFAULT_INCREASE = 0.1
 """Of perplexity, as a share, that adapting may cost where nobody says."""
 
+_LEVELS = 8
+"""As fine as the paper's caps."""
 _ABSURD = 500.0
 """Nats above the teacher's cross entropy whose perplexity is not worth a number."""
 
@@ -196,6 +198,7 @@ def policy_of(
     limit = DEFAULT_INCREASE if most_increase is None else most_increase
     allowed = Adaptive(caps, limit).within(configurations)
     policy = Adaptive(caps, limit, [each for each in configurations if each not in allowed])
+    allowed = _levels(allowed, caps)
     if len(allowed) < 2:
         given = "--max-ppl-increase is" if most_increase is not None else "the limit, without --max-ppl-increase, is"
         best = min(configurations[1:], key=lambda each: each.increase)
@@ -206,6 +209,16 @@ def policy_of(
             "(--fraction 0), or convert with more --steps",
         )
     return policy, allowed
+
+
+def _levels(configurations: Sequence[Configuration], caps: Sequence[Cap]) -> list[Configuration]:
+    """Of many configurations those that are worth having at once: of each eighth of the layers, and of each cap.
+
+    Every mixture of configurations is a graph of its own on a GPU. The last one is kept in any case.
+    """
+    shares = {number / _LEVELS for number in range(_LEVELS + 1)} | {cap.share for cap in caps}
+    kept = {most_within(configurations, share) for share in shares} | {configurations[-1]}
+    return sorted(kept, key=lambda each: each.converted)
 
 
 def _advice(configurations: Sequence[Configuration], most_increase: float) -> str:

@@ -18,6 +18,7 @@ from lapcli.families.source import ModelSource, resolve_model
 from lapcli.reporting import Reporter
 from lapcli.serving.costs import StepCosts, measure_costs, read_costs
 from lapcli.serving.modes import Mode, Wish, find_conversion, holds_conversion, read_conversion
+from lapcli.serving.policy import Configuration
 from lapcli.serving.settings import EngineSettings
 from lapcli.serving.worker import prepare
 
@@ -112,16 +113,18 @@ class Engines(NamedTuple):
             raise UsageError(f"there is no {file}", "pass --model MODEL too, to measure its step costs here")
         if not file.parent.is_dir():
             raise UsageError(f"--simulate {file}: there is no folder {file.parent}")
-        settings, base_bytes = self._settings()
+        settings, base_bytes, known = self._settings()
         with reporter.task(f"measuring the steps of {self.model}"):
             batch, _ = prepare(settings)
-            costs = measure_costs(batch, model=self.model, window=settings.max_length, base_bytes=base_bytes)
+            costs = measure_costs(
+                batch, model=self.model, window=settings.max_length, base_bytes=base_bytes, known=known
+            )
         costs.write(file)
         reporter.notice(f"step costs are in {file}")
         return costs
 
-    def _settings(self) -> tuple[EngineSettings, int]:
-        """Of an engine that is measured, and bytes of the unconverted model where there is another."""
+    def _settings(self) -> tuple[EngineSettings, int, tuple[Configuration, ...]]:
+        """Of an engine that is measured; and of a conversion the bytes of its base, and all configurations."""
         import torch
 
         from lapcli.machine import Machine
@@ -136,8 +139,9 @@ class Engines(NamedTuple):
         window = self.max_length or min(longest_sequence(source.config) or DEFAULT_LENGTH, DEFAULT_LENGTH)
         converted: dict[str, Any] = {}
         if found is not None:
-            numbers = [each.converted for each in found.configurations]
-            converted = {"conversion": str(Path(self.model).resolve()), "configurations": numbers}
+            # What lies between them is on a straight line.
+            ends = sorted({0, found.configurations[-1].converted})
+            converted = {"conversion": str(Path(self.model).resolve()), "configurations": ends}
         settings = EngineSettings(
             str(source.path) if found is not None else self.model,
             str(machine.torch_device()),
@@ -147,8 +151,9 @@ class Engines(NamedTuple):
             memory=self.memory,
             **converted,
         )
-        numbers_of_base = 0 if found is None else _numbers(source)
-        return settings, numbers_of_base * getattr(torch, dtype).itemsize
+        if found is None:
+            return settings, 0, ()
+        return settings, _numbers(source) * getattr(torch, dtype).itemsize, found.configurations
 
 
 def _numbers(source: ModelSource) -> int:

@@ -123,6 +123,7 @@ def simulate_mode(
         policy=policy,
         total_bytes=total,
         counted=counted,
+        configurations=allowed,
     )
     found = summary(outcomes, mode="simulated" if mode is None else mode.name)
     return {"replicas": replicas, **found, **counted_figures(counted, costs.configurations, total)}, outcomes

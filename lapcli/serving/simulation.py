@@ -107,6 +107,7 @@ class SimulatedEngine:
         policy: asked as a front asks it.
         total_bytes: that keys and values may take; 0 for any number.
         counted: where what it does is counted.
+        configurations: that it holds; default: all that costs are known of.
 
     Attributes:
         now: until when it is busy.
@@ -119,12 +120,14 @@ class SimulatedEngine:
         policy: Policy | None = None,
         total_bytes: int = 0,
         counted: Counted | None = None,
+        configurations: Sequence[Configuration] = (),
     ):
+        self.configurations = tuple(configurations) or costs.configurations
         self.costs, self.limit, self.total_bytes = costs, waiting, total_bytes
-        self.policy = policy or OneConfiguration(costs.configurations[0].name)
+        self.policy = policy or OneConfiguration(self.configurations[0].name)
         self.counted = counted or Counted()
         self.now = 0.0
-        self._names = {each.name: each for each in costs.configurations}
+        self._names = {each.name: each for each in self.configurations}
         self._most = max(each.converted for each in costs.configurations) or 1
         self._queue: deque[Outcome] = deque()
         self._waiting: deque[_Row] = deque()
@@ -313,7 +316,7 @@ class SimulatedEngine:
             free,
             self.costs.prompt(self.costs.piece, 0) / self.costs.piece,
             self.costs.step(rows, sum(row.seen for row in self._active), shares),
-            self.costs.configurations,
+            self.configurations,
         )
 
     def _pump(self) -> None:
@@ -367,6 +370,7 @@ def simulate(
     policy: Policy | None = None,
     total_bytes: int = 0,
     counted: Counted | None = None,
+    configurations: Sequence[Configuration] = (),
 ) -> list[Outcome]:
     """Replay requests on engines that are only thought of.
 
@@ -380,9 +384,10 @@ def simulate(
         policy: of each; default: the costs' first configuration for all requests.
         total_bytes: that keys and values of each may take; 0 for any number.
         counted: where what they do beside answering is counted.
+        configurations: that each holds; default: all that costs are known of.
     """
     counted = counted or Counted()
-    engines = [SimulatedEngine(costs, waiting, policy, total_bytes, counted) for _ in range(replicas)]
+    engines = [SimulatedEngine(costs, waiting, policy, total_bytes, counted, configurations) for _ in range(replicas)]
     busy: list[tuple[float, int]] = []
     outcomes: list[Outcome] = []
 

@@ -271,6 +271,18 @@ def test_wishes_that_cannot_be_met(conversion, wish, words, hint):
     assert hint in (raised.value.hint or "")
 
 
+def test_of_many_configurations_some_are_held():
+    """Thirty layers: of each eighth, of each cap, and the largest within the limit; what lies between is not needed."""
+    found = configurations(30, [number / 300 for number in range(31)])
+    (adaptive,) = parse_modes("adaptive")
+    _, held = policy_of(adaptive, found, most_increase=1.0)
+    assert [each.converted for each in held] == [0, 3, 7, 11, 15, 18, 22, 26, 30]
+    policy, held = policy_of(adaptive, found, most_increase=0.044, caps=(Cap(0, 0.0), Cap(100, 0.2)))
+    assert [each.converted for each in held] == [0, 3, 6, 7, 11, 13]
+    assert [each.converted for each in policy.refused] == list(range(14, 31))
+    assert policy.choose(RequestFacts(100, 1), load(0, found=tuple(held))).configuration == "6-of-30"
+
+
 def test_what_is_no_conversion_cannot_adapt(conversion, tmp_path):
     root = conversion(10.5)
     inside = root / "models" / "1-of-4"

@@ -147,10 +147,11 @@ def test_engines_have_the_rows_and_the_bytes_that_a_server_would_make_room_for(m
     A tenth of what weights leave is kept; rows are as many as take an eighth of 1000 tokens, two pages of 40 bytes.
     """
     costs = replace(COSTS, weights_bytes=9000, layer_bytes=1000, slot_bytes=40)
-    given = []
+    given, held = [], []
 
-    def simulate(_, costs, *, total_bytes, **others):
+    def simulate(_, costs, *, total_bytes, configurations, **others):
         given.append((costs.rows, total_bytes))
+        held.append([each.converted for each in configurations])
 
     monkeypatch.setattr("lapcli.serving.replay_modes.simulate", simulate)
     monkeypatch.setattr("lapcli.serving.replay_modes.summary", lambda *_, **__: {})
@@ -166,6 +167,7 @@ def test_engines_have_the_rows_and_the_bytes_that_a_server_would_make_room_for(m
     assert made("static:0.5") == (36, 0.9 * 104_000 - 36 * 20)
     assert made("adaptive", "2%") == (17, 0.9 * 102_000 - 17 * 20)
     assert made("adaptive", max_rows=5) == (5, 0.9 * 100_000 - 5 * 40)
+    assert held == [[0], [2], [0, 1, 2], [0, 1, 2, 3, 4]]
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +222,11 @@ def test_costs_of_a_conversion_are_measured_written_and_read(conversion, tmp_pat
     assert costs.layer_bytes > 4 * (32 * 32 * 2 + 2 * 32 * 16)
     costs.write(tmp_path / "costs.json")
     assert read_costs(tmp_path / "costs.json") == costs
+    # An engine with the ends alone is as good.
+    engine = Engine.load(conversion, max_rows=3, max_length=64, configurations=[0, 3])
+    ends = Batch(engine, byte_tokenizer(), together=32, piece=32)
+    known = [each._replace(token_bytes=0) for each in costs.configurations]
+    assert measure_costs(ends, model="x", window=64, known=known).configurations == costs.configurations
     document = json.loads((tmp_path / "costs.json").read_text())
     # Those of before there were configurations.
     old = {name: document[name] for name in ("model", "device", "rows", "window", "piece", "steps", "prompts")}
