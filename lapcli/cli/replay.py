@@ -308,8 +308,8 @@ def _show(
             if found[name] is not None
         ]
         display.table(f"{found['mode']}: {found['model']}", ["", *columns], rows)
-    if compared is not None:
-        _show_modes(figures, compared)
+    if compared is not None or any(found["share_converted"] for found in figures.values()):
+        _show_modes(figures, compared or {})
     for found in figures.values():
         cut = f"{found['prompts_cut']} prompts cut to the window of {found['window']} tokens"
         cut += f", {found['answers_cut']} answers" if found["answers_cut"] else ""
@@ -336,6 +336,7 @@ def _show_modes(figures: dict[str, dict[str, Any]], compared: dict[str, dict[str
         ("perplexity above the base's, mean over tokens", lambda found: percent(found["ppl_increase"])),
         ("keys and values at most", lambda found: several(found["rows_peak_bytes"], 1 / 2**20, "MiB")),
         ("of", lambda found: several(found["rows_total_bytes"], 1 / 2**20, "MiB")),
+        ("memory of the engine at most", lambda found: several(found.get("peak_memory_bytes"), 1 / 2**20, "MiB")),
         ("handed over", lambda found: f"{sum(found['switches'].values()):.0f}"),
         ("of these, by replay", lambda found: f"{found['replays']:.0f}"),
         ("tokens replayed", lambda found: f"{found['switch_tokens']:.0f}"),
