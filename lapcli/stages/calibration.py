@@ -29,6 +29,7 @@ from lapcli.families.library_kernels import kernels_of
 from lapcli.families.loading import kept_off_devices, load_model, load_tokenizer
 from lapcli.families.packed import longest_sequence, text_part
 from lapcli.families.registry import family_for
+from lapcli.families.right_gradients import use_right_gradients
 from lapcli.families.source import ModelSource
 from lapcli.machine import Machine
 from lapcli.parallel import ALONE, Processes
@@ -370,6 +371,7 @@ class _Calibrator:
         machine.announce(model, self.reporter, needs_gradient=job.saliency)
         if job.saliency:
             _refuse_kept_off(model, self.source.name)
+            use_right_gradients(model, device, self.reporter)
         share = self.processes.share(self.settings.samples)
         tokens = _TOKENS_PER_BATCH_SPLIT if machine.split else _TOKENS_PER_BATCH.get(device.type, 4096)
         batch = max(1, tokens // self.settings.seq_len)

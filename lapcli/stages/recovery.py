@@ -25,10 +25,10 @@ from lapcli.artifacts import (
     write_document,
 )
 from lapcli.data import check_source, fingerprint, parse_mixture
-from lapcli.errors import ArtifactError, DataError, FamilyError, LapcliError, ModelError
-from lapcli.families.library_kernels import differentiate_without
+from lapcli.errors import ArtifactError, DataError, LapcliError, ModelError
 from lapcli.families.loading import Weights, load_model, load_tokenizer, skeleton
 from lapcli.families.registry import family_for
+from lapcli.families.right_gradients import use_right_gradients
 from lapcli.families.source import (
     ModelSource,
     copy_companions,
@@ -630,7 +630,7 @@ def _train(
     device = machine.torch_device()
     student = _loaded(plan.student, machine, weights)
     machine.announce(student, reporter, needs_gradient=True, device=device)
-    _use_right_gradients(student, device, reporter)
+    use_right_gradients(student, device, reporter)
     adapters = plan_adapters(student, plan.student.config, **settings.adapters())
     # peft draws the first values of LoRA.
     torch.manual_seed(settings.seed)
@@ -683,30 +683,6 @@ def _loaded(source: ModelSource, machine: Machine, weights: Weights) -> Any:
         trust_remote_code=machine.trust_remote_code,
         weights=weights,
     )
-
-
-def _use_right_gradients(model: Any, device: torch.device, reporter: Reporter) -> None:
-    """Keep a library's model from fla's gated backward pass where it is wrong; lapcli's own models see to it.
-
-    Raises:
-        FamilyError: the model is fla's own, so that nothing else can run it.
-    """
-    from lapkernels.delta_rule.fla_backend import why_wrong
-
-    wrong = why_wrong(device, gated=True, needs_gradient=True) if device.type == "cuda" else None
-    if wrong is None or hasattr(model, "kernel_choice"):
-        return
-    if type(model).__module__.startswith("fla."):
-        # fla's models of gates a channel (GLA, KDA) do not go through the kernel that is wrong.
-        if getattr(model.config, "model_type", None) == "gated_deltaproduct":
-            raise FamilyError(wrong, "pip install tilelang (with nvcc), or triton 3.7.1 or newer")
-        return
-    replaced = differentiate_without(model, "fla")
-    if replaced:
-        reporter.warn(
-            f"{wrong}: transformers' PyTorch functions train instead of {', '.join(replaced)}. That is right and much "
-            "slower; install tilelang (with nvcc), or triton 3.7.1 or newer, for fla's"
-        )
 
 
 def _shown(done: StepDone) -> dict[str, Any]:

@@ -122,6 +122,15 @@ def test_a_second_run_does_no_work(calibrated, model, settings, monkeypatch):
     assert artifact.names == calibrated.names
 
 
+@pytest.mark.parametrize("saliency", [False, True])
+def test_gradients_are_taken_where_they_are_right(model, settings, tmp_path, monkeypatch, saliency):
+    """What recovery asks of a library's model on a GPU, calibration asks of it where it needs gradients."""
+    asked = []
+    monkeypatch.setattr(module, "use_right_gradients", lambda network, *_: asked.append(type(network).__name__))
+    calibrate(model, settings, tmp_path / "found.safetensors", machine=CPU, saliency=saliency)
+    assert bool(asked) == saliency
+
+
 def test_saliency_extends_and_keeps_the_sums(model, settings, tmp_path):
     at_once, _ = calibrate(model, settings, tmp_path / "at-once.safetensors", machine=CPU, saliency=True)
     path = tmp_path / "c.safetensors"

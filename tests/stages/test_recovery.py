@@ -15,6 +15,7 @@ from lapcli.cli.context import loading
 from lapcli.errors import ArtifactError, DataError, FamilyError, ModelError, RecipeError
 from lapcli.families.loading import load_model
 from lapcli.families.registry import family_for
+from lapcli.families.right_gradients import use_right_gradients
 from lapcli.families.source import resolve_model
 from lapcli.machine import Machine
 from lapcli.recipe import RecoverySettings
@@ -460,7 +461,7 @@ def test_where_flas_gradients_are_wrong_pytorch_runs(tmp_path, monkeypatch):
     for wrong in (None, "wrong here"):
         monkeypatch.setattr(fla_backend, "why_wrong", lambda *_arguments, _said=wrong, **_options: _said)
         reporter = SilentReporter()
-        recovery._use_right_gradients(model, torch.device("cuda"), reporter)
+        use_right_gradients(model, torch.device("cuda"), reporter)
         choice = modeling_qwen3_5.torch_chunk_gated_delta_rule._lapcli_choice
         assert choice.without_gradient == (wrong is not None)
         assert bool(reporter.warnings) == (wrong is not None)
