@@ -131,7 +131,9 @@ class EngineLoop:
     def _look_for_handed(self) -> None:
         """Note which rows have replayed their tokens."""
         for request, handed in list(self._handed.items()):
-            if self.batch.under_way(self._rows[request]):
+            row = self._rows[request]
+            # One that has as few tokens left as come with its return has ended already.
+            if self.batch.under_way(row) or self.batch.configuration_of(row) is None:
                 del self._handed[request]
                 seconds = time.monotonic() - handed.since
                 self._switched.append([request, handed.configuration, handed.tokens, seconds])

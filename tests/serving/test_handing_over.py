@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -132,6 +133,69 @@ def test_who_ends_or_goes_while_it_replays(conversion):
     loop = EngineLoop(Batch(engine, piece=4, together=4), front.take, front.send)
     loop.run()
     assert (front.switched, loop._handed, engine.slots.free) == ([], {}, 2)
+
+
+def test_who_ends_as_it_comes_back_was_handed_over(conversion, alone):
+    """It had one token left, which it says as the new configuration; that is told before its end."""
+    engine = Engine.load(conversion, max_rows=2, max_length=256)
+    (prompt,) = prompts_of(20)
+    front = Front(add("a", prompt, 10, "0-of-3"), later=[("a", 9, switch("a", "3-of-3"))])
+    EngineLoop(Batch(engine), front.take, front.send).run()
+    assert [each[:3] for each in front.switched] == [["a", "3-of-3", 29]]
+    said = alone(prompt, 9, "0-of-3")
+    assert front.tokens["a"] == [*said, *alone([*prompt, *said], 1, "3-of-3")]
+
+
+class Restless(Front):
+    """Tells an engine to take in, switch and drop requests, as a seed has it."""
+
+    def __init__(self, seed, todo):
+        super().__init__()
+        self.draw, self.todo, self.gone = random.Random(seed), todo, set()
+        self.inside = []
+
+    def take(self, wait):
+        draw, found = self.draw, []
+        while self.todo and ((wait and not found) or draw.random() < 0.3):
+            found.append(self.todo.pop(0))
+            self.inside.append(found[-1]["id"])
+        if draw.random() < 0.2:
+            found.append(switch(draw.choice(self.inside), f"{draw.randrange(4)}-of-3"))
+        if draw.random() < 0.01:
+            found.append({"op": "cancel", "id": draw.choice(self.inside)})
+            self.gone.add(found[-1]["id"])
+        return found if self.todo or not wait else [{"op": "stop"}]
+
+
+@pytest.mark.parametrize(("seed", "pages", "piece"), [(0, 40, 16), (1, 12, None), (19, 14, 64)])
+def test_whatever_is_told_nothing_is_lost(conversion, alone, seed, pages, piece):
+    """Answers are those of the configurations that were told, one after the other; in the end all room is free."""
+    draw = random.Random(seed)
+    todo = [
+        add(str(n), prompts_of(draw.randint(1, 120), seed=n)[0], draw.randint(1, 80), f"{draw.randrange(4)}-of-3")
+        for n in range(14)
+    ]
+    page = Engine.load(conversion, max_length=256).pages.page_bytes
+    engine = Engine.load(conversion, max_rows=4, max_length=256, kv_bytes=pages * page)
+    front = Restless(seed, list(todo))
+    loop = EngineLoop(Batch(engine, together=piece or 256, piece=piece), front.take, front.send)
+    loop.run()
+    assert (loop._handed, loop._rows, engine.slots.free) == ({}, {}, 4)
+    assert engine.pages.free == engine.pages.count
+    checked = 0
+    for request in todo:
+        name, prompt, count = request["id"], request["prompt"], request["settings"]["max_new_tokens"]
+        told = [(configuration, tokens) for each, configuration, tokens, _ in front.switched if each == name]
+        if name in front.gone or any(tokens == 0 for _, tokens in told):
+            # Of what was told while it waited, nobody knows with how many tokens.
+            continue
+        said, runs_as = [], request["configuration"]
+        for configuration, tokens in [*told, (None, len(prompt) + count)]:
+            more = tokens - len(prompt) - len(said)
+            said, runs_as = said + (alone([*prompt, *said], more, runs_as) if more else []), configuration
+        assert front.tokens[name] == said
+        checked += 1
+    assert checked >= 4
 
 
 def test_an_unknown_configuration_fails_alone(conversion):
