@@ -152,7 +152,8 @@ def adapting_figures(
         "switch_mean_seconds": switch_seconds / replays if replays else None,
         "steps": steps,
         "mixed_steps": mixed_steps,
-        "mixed_mean_seconds": mixed_seconds / mixed_steps if mixed_steps else None,
+        # A prompt went in beside every one of them where no time is known.
+        "mixed_mean_seconds": mixed_seconds / mixed_steps if mixed_steps and mixed_seconds else None,
         "split_mean_seconds": split_seconds / mixed_steps if mixed_steps else None,
         "split_percent_of_mixed": 100 * split_seconds / mixed_seconds if mixed_seconds else None,
         "set_back": set_back,

@@ -75,6 +75,8 @@ def test_metrics_become_figures():
     assert (found["mixed_mean_seconds"], found["split_mean_seconds"]) == (pytest.approx(0.02), pytest.approx(0.005))
     assert found["split_percent_of_mixed"] == pytest.approx(25)
     assert (found["rows_peak_bytes"], found["peak_memory_bytes"]) == (1000.0, 5.0)
+    untimed = served_figures(before, {**after, "lapcli_mixed_seconds": 0.0})
+    assert (untimed["mixed_mean_seconds"], untimed["split_percent_of_mixed"]) == (None, None)
     # A server of before, or of somebody else.
     assert served_figures({}, {})["ppl_increase"] is None
 
