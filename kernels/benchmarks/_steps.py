@@ -135,7 +135,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument(
         "--configs",
         type=_configs,
-        help="variants instead of the default grid: tile:warps:splits[:evict[:registers]], comma-separated; none: 'no'",
+        help="variants instead of the default grid, comma-separated: tile:warps:splits[:evict[:registers[:apart|blocks"
+        "[:grouped[:keep]]]]], the fields of StepConfig; none: 'no'",
     )
     found.add_argument("--repeats", type=int, default=100, help="replays that count, in each trial (100)")
     found.add_argument("--trials", type=int, default=3, help="independent trials, of whose medians the median (3)")
@@ -157,15 +158,23 @@ def _configs(text: str) -> list[StepConfig]:
         tile, warps, splits, *more = part.split(":")
         evict = more[0] if more else ""
         registers = int(more[1]) if len(more) > 1 and more[1] else None
-        apart = len(more) > 2 and more[2] == "apart"
-        configs.append(StepConfig(int(tile), int(warps), int(splits), evict, registers, apart))
+        kind = more[2] if len(more) > 2 else ""
+        if kind not in ("", "apart", "blocks"):
+            raise argparse.ArgumentTypeError(f"'{part}' says '{kind}' where apart, blocks or nothing is wanted")
+        grouped = int(more[3]) if len(more) > 3 else 1
+        keep = len(more) > 4 and more[4] == "keep"
+        apart, blocks = kind != "", kind == "blocks"
+        configs.append(StepConfig(int(tile), int(warps), int(splits), evict, registers, apart, blocks, grouped, keep))
     return configs
 
 
 def _written(config: StepConfig) -> str:
     """As `_configs` reads it."""
-    *parts, apart = config
-    return ":".join(["" if part is None else str(part) for part in parts] + ["apart"] * apart)
+    *parts, apart, blocks, grouped, keep = config
+    found = ["" if part is None else str(part) for part in parts]
+    if apart:
+        found += ["blocks" if blocks else "apart", str(grouped)] + ["keep"] * keep
+    return ":".join(found)
 
 
 def device_of_run() -> torch.device:

@@ -3,26 +3,33 @@
 `python kernels/benchmarks/delta_step.py --output rows.jsonl` on a GPU. Every variant is first compared with an fp64
 oracle. Times are medians of trials of 100 replays of a CUDA graph after 10, over states that no cache holds. Beside
 them stand the floor (bytes that must move over 4.3 TB/s) and what a plain step without convolution, norms and gate
-takes.
+takes. `--plan default` times, within a minute and a half of a GPU, the ways to cut three kernels, for the layers,
+widths, batches and states that large batches are judged by; `--kernels` tells what each kernel of a step takes instead.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from _steps import COMPUTE, DTYPES, Case, parser, run
+from _steps import COMPUTE, DTYPES, Case, device_of_run, parser, run
 
 from lapkernels.decoding.configs import StepConfig, choose_apart, choose_config, key_parts, power_of_two
 from lapkernels.delta_step import delta_step
-from lapkernels.testing_steps import check_delta, delta_step_case
+from lapkernels.testing import assert_as_precise
+from lapkernels.testing_steps import DELTA_CASES, delta_oracle, delta_step_case, follow
+from lapkernels.timing import copies, free
 
 LAYERS = {"16/32 heads": (16, 32, 128), "6 heads": (6, 6, 512)}
 """Key heads, value heads and V: a Qwen3.5 layer, and a Gated DeltaNet of hidden size 2048."""
+
+PLANNED = {"16/32 heads": (128, 96, 64), "6 heads": (128, 96, 64, 256)}
+"""Widths of the layers in the default plan."""
 
 WIDTHS, BATCHES, STATES = ([128, 64, 32, 256, 96, 192], [48, 80, 112]), [64, 256, 16, 1], ["fp32", "bf16"]
 
@@ -97,7 +104,7 @@ def calls(case: Case, device: torch.device, copies: int) -> Iterator[tuple[str, 
         return
     given = {name: x.squeeze(1).contiguous() for name, x in inputs.tokens(0, 1).items() if x is not None}
     yield "plain", lambda config: [plain_call(case, given, device) for _ in range(copies)]
-    if device.type == "cuda" and case.state == "fp32":
+    if device.type == "cuda" and case.state == "fp32" and not ARGUMENTS.plan:
         with suppress(ImportError):
             from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as fla_step
 
@@ -135,12 +142,20 @@ def build(case: Case, config: StepConfig) -> None:
     our_calls(small, layer_case(small, 2, 1).to(COMPUTE), 1, torch.device("cpu"))(config)[0]()
 
 
+@cache
+def truth(name: str, state: str, **shape: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Three tokens of two rows of a layer, what an fp64 oracle gives for them, and what the reference gives."""
+    sequences = delta_step_case(**{"batch": 2, "tokens": 3, **DELTA_CASES[name], **shape}).to(COMPUTE)
+    output, states = delta_oracle(sequences)
+    yardstick = follow(delta_step, sequences, "reference", DTYPES[state], False, 1, None)
+    return sequences, {"output": output, "state": states[-1]}, yardstick
+
+
 def gate(case: Case, config: StepConfig, device: torch.device) -> None:
-    """Three tokens of two rows against the fp64 oracle."""
-    check_delta(
-        "as in Gated DeltaNet", "triton", COMPUTE, device, state_dtype=DTYPES[case.state], config=config,
-        **shape(case), tokens=3,
-    )  # fmt: skip
+    """The kernel against the oracle, which is asked once for all configurations."""
+    sequences, wanted, yardstick = truth("as in Gated DeltaNet", case.state, **shape(case))
+    found = follow(delta_step, sequences.to(device=device), "triton", DTYPES[case.state], False, 1, config)
+    assert_as_precise(found, wanted, yardstick, COMPUTE, terms=3)
 
 
 def chosen(case: Case, device: torch.device) -> StepConfig:
@@ -154,6 +169,8 @@ def variants(case: Case) -> list[StepConfig]:
     """The grid: tiles, warps, splits, registers, and states that pass the cache by."""
     if ARGUMENTS.configs is not None:
         return ARGUMENTS.configs
+    if ARGUMENTS.plan:
+        return planned(case)
     rows, found = sum(key_parts(case.key_width)), []
     size = DTYPES[case.state].itemsize
     # Three kernels, the second of them small programs: the most telling first.
@@ -177,11 +194,52 @@ def variants(case: Case) -> list[StepConfig]:
     return list(dict.fromkeys(found))
 
 
+def planned(case: Case) -> list[StepConfig]:
+    """Blocks of rows in pieces of a line of memory, of half and of two, by how much a thread holds.
+
+    And of the first of them: one row a program of the kernels around the state instead of two; what the kernels hand on
+    kept in the cache; and all in one kernel, where a head is one tile.
+    """
+    size, found = DTYPES[case.state].itemsize, []
+    widest = power_of_two(case.value_width)
+    line = min(128 // size, widest)
+    for tile in dict.fromkeys((line, line // 2, min(2 * line, widest), min(128, widest))):
+        for warps in (8, 4, 2, 1):
+            held = case.key_width * tile / (32 * warps)
+            # Much in a thread and much in a program is too much for a multiprocessor to hold several.
+            if 48 <= held <= (64 if size == 4 and tile > line else 128):
+                found.append(StepConfig(tile, warps, 1, "", _registers(case, tile, warps, held), True, True, 2))
+    if not found:
+        found.append(StepConfig(line, 1, 1, "", None, True, True, 2))
+    usual = found[0]
+    found[1:1] = [usual._replace(grouped=1), usual._replace(keep=True)]
+    if case.value_width <= 128:
+        heads = case.batch * case.value_heads
+        found.append(choose_config(case.key_width, case.value_width, heads, size, "cpu"))
+    return found
+
+
+def _registers(case: Case, tile: int, warps: int, held: float) -> int | None:
+    """What a thread may have without spilling, found by compiling; `None` where the compiler takes no more."""
+    if case.state == "fp32" or held <= 64 or warps == 1 or tile >= case.value_width:
+        return None
+    return 128 if tile <= 64 else 168
+
+
 def cases() -> list[Case]:
     """The most telling first."""
     if ARGUMENTS.toy:
         return [Case("toy", 1, 1, 4, 4, 1, "bf16")]
     found = []
+    if ARGUMENTS.plan:
+        for width in ARGUMENTS.widths or (128, 96, 64, 256):
+            for layer in ARGUMENTS.layers or PLANNED:
+                for state in ARGUMENTS.states or ("bf16", "fp32"):
+                    for batch in ARGUMENTS.batches or (256, 64):
+                        if width in PLANNED[layer]:
+                            key_heads, value_heads, value_width = LAYERS[layer]
+                            found.append(Case(layer, key_heads, value_heads, width, value_width, batch, state))
+        return found
     for widths in [ARGUMENTS.widths] if ARGUMENTS.widths else WIDTHS:
         for batch in ARGUMENTS.batches or BATCHES:
             for state in ARGUMENTS.states or STATES:
@@ -193,13 +251,47 @@ def cases() -> list[Case]:
     return found
 
 
+def kernels() -> int:
+    """Print what each kernel of a step takes, for the table's choice and the configurations given."""
+    device = device_of_run()
+    if device.type != "cuda":
+        sys.exit("--kernels asks a GPU's profiler, and there is none; leave it out")
+    for case in cases():
+        inputs = layer_case(case, case.batch, 1).to(COMPUTE, device)
+        make = our_calls(case, inputs, copies(case.state_bytes, device), device)
+        for config in [chosen(case, device), *(ARGUMENTS.configs or [])]:
+            steps = make(config)
+            steps[0]()
+            rounds = -(-20 // len(steps))
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+                for _ in range(rounds):
+                    for step in steps:
+                        step()
+                torch.cuda.synchronize(device)
+            print(f"{case.name():44s} {config}")
+            for event in profile.key_averages():
+                taken = event.self_device_time_total / (rounds * len(steps))
+                print(f"    {event.key[:40]:40s} {taken:8.2f} us")
+        free(device)
+    return 0
+
+
 def main() -> int:
     """Run the benchmark."""
-    return run(ARGUMENTS, cases(), variants, chosen, build, gate, calls)
+    return kernels() if ARGUMENTS.kernels else run(ARGUMENTS, cases(), variants, chosen, build, gate, calls)
+
+
+def options() -> Any:
+    """Those of the command line."""
+    found = parser(__doc__)
+    found.add_argument("--plan", choices=["default"], help="cases and variants that a short time on a GPU suffices for")
+    found.add_argument("--kernels", action="store_true", help="what each kernel of a step takes, by the profiler")
+    return found.parse_args()
 
 
 # Read by the processes that compile ahead as well, which import this file under another name.
-ARGUMENTS = parser(__doc__).parse_args()
+ARGUMENTS = options()
 
 if __name__ == "__main__":
     sys.exit(main())

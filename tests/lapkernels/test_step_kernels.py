@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lapkernels.decoding.configs import choose_config, key_parts
+from lapkernels.decoding.configs import StepConfig, choose_config, key_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +36,16 @@ INTERPRETED = {
             check_delta(name, "triton", torch.float32, batch=1, tokens=3, value_major=number % 3 == 1,
                         config=StepConfig((8, 4, 2)[number % 3], 1 + number % 2, 1, apart=True))
         """,
+    "delta in blocks": """
+        # Whole heads and tiles, several rows a program and more than there are, words of two numbers, odd rows.
+        configs = [StepConfig(8, 1, 1), StepConfig(4, 1, 1), StepConfig(2, 2, 1)]
+        for number, name in enumerate(DELTA_CASES):
+            for turn in range(2):
+                config = configs[(number + turn) % 3]._replace(apart=True, blocks=True, grouped=1 + turn, keep=turn > 0)
+                check_delta(name, "triton", torch.float32, batch=1 + turn, tokens=2, config=config,
+                            value_major=number % 4 == 3 - turn,
+                            state_dtype=torch.bfloat16 if (number + turn) % 2 else None)
+        """,
     "ssd": """
         configs = [StepConfig(8, 1, 1), StepConfig(4, 2, 2)]
         for number, name in enumerate(SSD_CASES):
@@ -54,6 +64,7 @@ INTERPRETED = {
             ways = [("reference", None), ("triton", None)]
             if step is delta_step:
                 ways.append(("three kernels", StepConfig(4, 1, 1, apart=True)))
+                ways.append(("in blocks", StepConfig(4, 1, 1, apart=True, blocks=True)))
             for impl, config in ways:
                 state, conv = torch.ones_like(case.state(3), dtype=torch.bfloat16), case.conv(3)
                 conv.inputs.zero_()
@@ -161,11 +172,12 @@ def test_what_the_table_chooses_compiles(capability, count):
             found.append([config, resources(compiled[-1])])
         # What the table seldom chooses, tile after tile among it: seen to compile.
         case = delta_step_case(batch=1, tokens=1, key_width=32, value_width=64).to(torch.bfloat16)
-        for config in ((16, 1, 1), (16, 2, 1), (16, 1, 4), (8, 1, 1, "", None, True)):
+        for config in ((16, 1, 1), (16, 2, 1), (16, 1, 4), (8, 1, 1, "", None, True),
+                       (8, 1, 1, "", None, True, True, 2, True), (64, 2, 1, "", None, True, True, 4)):
             delta_step(**case.tokens(0, 1), **case.constants(), state=case.state(1, torch.float32, value_major=False),
                  conv=case.conv(1), position=torch.tensor([3]), slots=torch.tensor([0]), config=StepConfig(*config),
                  impl="triton")
-        assert len(compiled) == len(found) + 6
+        assert len(compiled) == len(found) + 11
         print(json.dumps(found))
         """
     found = json.loads(run("-c", textwrap.dedent(program), interpreted=False))
@@ -176,6 +188,62 @@ def test_what_the_table_chooses_compiles(capability, count):
         assert registers <= (config[4] or 255)
         # A few addresses of what is used once; state that does not fit would be hundreds of bytes.
         assert spilled <= 128, (config, spilled)
+
+
+LATE = """
+    import json, re, subprocess, sys, tempfile, torch
+    from pathlib import Path
+    import triton.backends.nvidia
+    from lapkernels.offline import compile_only, resources
+    from lapkernels.decoding.configs import StepConfig
+    from lapkernels.testing_steps import *
+    compiled = compile_only(90)
+    tool = Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
+
+    def late(kernel):
+        "Registers of state loaded before the wait, and the loads that come only after the state is first needed."
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        lines = [re.sub(r"^@!?U?P[0-9T]+ ", "", line) for line in re.findall(r"/\\*[0-9a-f]{4,}\\*/ +([^;]+) ;", text)]
+        wait = next(at for at, line in enumerate(lines) if line.startswith("ACQBULK"))
+        first = [re.match(r"LDG[.]E[.]128[.\\w]* R(\\d+)", line) for line in lines[:wait]]
+        held = {int(each[1]) + word for each in first if each for word in range(4)}
+        for at in range(wait + 1, len(lines)):
+            operation, _, operands = lines[at].partition(" ")
+            read = operands if operation.startswith(("STG", "STS")) else operands.partition(",")[2]
+            if held & {int(number) for number in re.findall(r"\\bR(\\d+)", read)}:
+                return len(held), [line for line in lines[at:] if line.startswith("LDG")]
+        raise AssertionError("the state is never needed")
+
+    for dtype, config in ((torch.float32, (32, 2, 1)), (torch.bfloat16, (64, 2, 1, "", 128))):
+        case = delta_step_case(batch=1, tokens=1, key_width=96, value_width=128, padding=8).to(torch.bfloat16)
+        delta_step(**case.tokens(0, 1), **case.constants(), state=case.state(1, dtype), conv=case.conv(1),
+                   position=torch.tensor([3]), slots=torch.tensor([0]), impl="triton",
+                   config=StepConfig(*config)._replace(apart=True, blocks=True))
+        held, found = late(compiled[-2])
+        # 96 x tile numbers, by 32 threads a warp and four bytes a register.
+        assert held == 96 * config[0] * dtype.itemsize // (4 * 32 * config[1]), held
+        assert not found, (config, found)
+        taken = resources(compiled[-2])
+        assert not taken.spilled
+        # What a multiprocessor holds of states: well above what its bandwidth times the life of a program comes to.
+        assert taken.programs() * 96 * config[0] * dtype.itemsize >= 72 * 1024, taken
+    """
+
+
+def test_the_states_kernel_waits_twice():
+    """Whatever the assembler makes of it: nothing else is asked for once the state has to be there."""
+    run("-c", textwrap.dedent(LATE), interpreted=False)
+
+
+def test_blocks_of_rows():
+    """Threads cover a block with 16 bytes each; a narrow tile, or few channels, takes what there is."""
+    assert StepConfig(32, 2, 1).block(128, 4) == (8, 4)
+    assert StepConfig(64, 2, 1).block(128, 2) == (8, 8)
+    assert StepConfig(2, 1, 1).block(128, 4) == (32, 2)
+    assert StepConfig(8, 4, 1).block(12, 4) == (16, 4)
 
 
 def test_the_table_covers_every_width():
@@ -201,10 +269,13 @@ def test_the_table_covers_every_width():
 def test_the_benchmarks_run(name, tmp_path):
     output = tmp_path / "rows.jsonl"
     script = str(ROOT / "kernels" / "benchmarks" / f"{name}.py")
-    options = ["--toy", "--repeats", "1", "--trials", "1", "--configs", "no", "--output", str(output)]
+    configs = {"delta_step": "4:1:1:::blocks:2:keep,2:1:1:::apart"}.get(name, "no")
+    options = ["--toy", "--repeats", "1", "--trials", "1", "--configs", configs, "--output", str(output)]
     shown = run(script, *options, interpreted=True)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     ours = next(row for row in rows if row.get("impl") == "triton")
     assert ours["us"] > 0
+    asked = [row["config"] for row in rows if row.get("impl") == "triton" and not row["chosen"]]
+    assert asked == ([] if configs == "no" else ["4:1:1:::blocks:2:keep", "2:1:1:::apart:1"])
     assert ours["floor_us"] == pytest.approx(ours["bytes"] / 4.3e12 * 1e6)
     assert "table's choice" in shown

@@ -16,6 +16,10 @@ class StepConfig(NamedTuple):
         evict: how the state passes the caches: `""`, `evict_first` or `evict_last`.
         registers: the most that a thread may have; `None` for what the compiler likes.
         apart: whether filters, norms and gates are kernels of their own; the delta step alone, one token a row.
+        blocks: with `apart`, whether a tile is cut into blocks of rows, see `triton_blocks` of the delta step; a tile
+            as wide as V then needs no kernel after it.
+        grouped: with `apart`, rows and heads that a program of the kernels around the state takes, a power of two.
+        keep: with `apart`, whether what one kernel hands the next is to outlast the state in the cache.
     """
 
     tile: int
@@ -24,6 +28,9 @@ class StepConfig(NamedTuple):
     evict: str = ""
     registers: int | None = None
     apart: bool = False
+    blocks: bool = False
+    grouped: int = 1
+    keep: bool = False
 
     def tiles(self, value_width: int) -> int:
         """Tiles that each program takes."""
@@ -39,6 +46,11 @@ class StepConfig(NamedTuple):
             return parts
         across = min(32, max(1, self.tile * state_bytes // 16))
         return tuple(min(part, 32 * self.warps // across) for part in parts)
+
+    def block(self, key_width: int, state_bytes: int) -> tuple[int, int]:
+        """Rows of a block, as many as the threads cover at once, and numbers that a thread has of each."""
+        vector = min(self.tile, 16 // state_bytes)
+        return min(max(1, 32 * self.warps * vector // self.tile), power_of_two(key_width)), vector
 
 
 def power_of_two(number: int) -> int:
