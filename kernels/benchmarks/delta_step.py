@@ -221,9 +221,11 @@ def planned(case: Case) -> list[StepConfig]:
 
 def _registers(case: Case, tile: int, warps: int, held: float) -> int | None:
     """What a thread may have without spilling, found by compiling; `None` where the compiler takes no more."""
-    if case.state == "fp32" or held <= 64 or warps == 1 or tile >= case.value_width:
+    if case.state == "fp32" or warps == 1 or tile >= case.value_width:
         return None
-    return 128 if tile <= 64 else 168
+    if held <= 64:
+        return 64 if held <= 48 else 80
+    return 128 if tile <= 64 or warps == 8 else 168
 
 
 def cases() -> list[Case]:
