@@ -25,7 +25,7 @@ from lapcli.serving.keys import ApiKeys
 from lapcli.serving.metrics import Registry
 from lapcli.serving.schema import ChatRequest, CompletionRequest
 from lapcli.serving.settings import Limits
-from lapcli.serving.texts import Texts
+from lapcli.serving.texts import Texts, TooLong
 
 _REFERENCE = "#/components/schemas/{model}"
 _Result = TypeVar("_Result")
@@ -128,7 +128,11 @@ class Service:
             raise Wrong(400, f"{len(prompts)} prompts: 1 to {self.limits.prompts}", param="prompt")
         most = 16 if wanted.max_tokens is None else wanted.max_tokens
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        tokens = await self.texts.encode(texts) if texts else [list(map(int, prompt)) for prompt in prompts]
+        tokens = (
+            await self._read(self.texts.encode(texts), "prompt")
+            if texts
+            else [list(map(int, prompt)) for prompt in prompts]
+        )
         for prompt in tokens:
             self._check_prompt(prompt, most, "max_tokens" if wanted.max_tokens is not None else None)
         name = f"cmpl-{request.state.id}"
@@ -142,7 +146,7 @@ class Service:
         self.dispatcher.check(request.state.client)
         if len(wanted.messages) > self.limits.messages:
             raise Wrong(400, f"{len(wanted.messages)} messages: at most {self.limits.messages}", param="messages")
-        tokens = await self.texts.encode_chat([message.plain() for message in wanted.messages])
+        tokens = await self._read(self.texts.encode_chat([message.plain() for message in wanted.messages]), "messages")
         most = wanted.most_tokens
         self._check_prompt(tokens, 1 if most is None else most, None if most is None else "max_tokens")
         most = self.served.max_length - len(tokens) if most is None else most
@@ -150,6 +154,20 @@ class Service:
         follows = wanted.stream_options is not None and wanted.stream_options.include_usage
         form = ChatForm(name, self.served.name, self.texts, bool(wanted.logprobs), follows)
         return await self._answer(request, wanted, form, [tokens], [most])
+
+    async def _read(self, tokens: Awaitable[_Result], field: str) -> _Result:
+        """The tokens of texts; who ends the server waits for them as for answers."""
+        try:
+            with self.dispatcher.arriving():
+                return await tokens
+        except TooLong as error:
+            length = self.served.max_length
+            raise Wrong(
+                400,
+                f"{field}: {error}; prompt and answer together have {length} at most",
+                code="context_length_exceeded",
+                param=field,
+            ) from error
 
     def _check(self, wanted: CompletionRequest | ChatRequest) -> None:
         """Refuse what is beyond the limits."""

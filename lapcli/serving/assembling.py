@@ -117,6 +117,6 @@ def assemble(
         end_tokens(source.config, source.path, tokenizer),
         __version__,
     )
-    service = Service(served, limits, dispatcher, Texts(tokenizer, chat_template))
+    service = Service(served, limits, dispatcher, Texts(tokenizer, chat_template, settings.max_length))
     supervisor = Supervisor(settings.document(), dispatcher, command or WORKER)
     return Parts(make_app(service, registry, keys), dispatcher, supervisor, served.name)

@@ -4,7 +4,8 @@ import asyncio
 import math
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lapcli.serving.jobs import TRIES, Failed, FairQueue, Job, Piece, Restarted
@@ -73,6 +74,7 @@ class Dispatcher:
         self._clients: Counts[str] = Counts()
         self._rate, self._counted, self._reviewed = 0.0, 0.0, 0.0
         self._alone = False
+        self._arriving = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._measure(registry)
@@ -190,8 +192,20 @@ class Dispatcher:
         waiting = sum(job.cost for job in self._queue.jobs())
         return max(1, min(60, math.ceil(waiting / self._rate))) if self._rate > 0 else 1
 
+    @contextmanager
+    def arriving(self) -> Generator[None]:
+        """While a request is read that has not submitted anything yet: the server is not idle."""
+        self._arriving += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._arriving -= 1
+            # What follows may submit at once, or answer that it is refused.
+            asyncio.get_running_loop().call_soon(self._settle)
+
     async def idle(self) -> None:
-        """Wait until no job is left."""
+        """Wait until no job is left, and nothing that may become one."""
         await self._idle.wait()
 
     def fail_all(self, message: str) -> None:
@@ -286,7 +300,10 @@ class Dispatcher:
         self.ended.add(reason=reason)
         self._clients[job.client] -= 1
         self._drop_zero(job.client)
-        if not self._inside and not len(self._queue):
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._inside and not len(self._queue) and not self._arriving:
             self._idle.set()
 
     def _drop_zero(self, client: str) -> None:

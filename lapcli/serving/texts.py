@@ -10,6 +10,10 @@ from lapcli.runtime.generation import encode_prompts
 
 _Result = TypeVar("_Result")
 
+_CHARACTERS = 16
+"""Of a long text this many for each token that a prompt may have are looked at first: more than most tokens are."""
+_BORDER = 64
+"""Tokens by which a beginning that is cut off may differ from those of the whole."""
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -23,16 +27,30 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
+class TooLong(Exception):
+    """A text has more tokens than a prompt may have.
+
+    Args:
+        most: that it may have.
+    """
+
+    def __init__(self, most: int):
+        super().__init__(f"more than {most} tokens")
+
+
 class Texts:
     """A tokenizer in a thread of its own: a long text takes a while, and a tokenizer takes one call at a time.
+
+    So what is far too long is refused by its beginning, at a cost that does not grow with it: everybody waits for it.
 
     Args:
         tokenizer: any of transformers'.
         chat_template: of chats; default: the tokenizer's own.
+        most: tokens of a prompt; `None` for any number.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, chat_template: str | None = None, most: int | None = None):
+        self.tokenizer, self.most = tokenizer, most
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         # The length of a prompt is judged by us.
@@ -42,14 +60,22 @@ class Texts:
         """The tokens of prompts, as `lapcli generate` takes them.
 
         Raises:
+            TooLong: one has too many; not all that have are found here.
             UsageError: one has none.
         """
-        return await self._do(lambda: encode_prompts(self.tokenizer, prompts))
+
+        def work() -> list[list[int]]:
+            for prompt in prompts:
+                self._refuse_far_too_long(prompt)
+            return encode_prompts(self.tokenizer, prompts)
+
+        return await self._do(work)
 
     async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """The tokens of a chat, up to where the answer begins.
 
         Raises:
+            TooLong: as `encode`.
             UsageError: the model has no chat template, or it does not take these messages.
         """
         if self.chat_template is None:
@@ -65,10 +91,21 @@ class Texts:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise UsageError(f"the chat template does not take these messages: {error}") from error
+        self._refuse_far_too_long(text)
         tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not tokens:
             raise UsageError("the chat template makes no text of these messages")
         return list(tokens)
+
+    def _refuse_far_too_long(self, text: str) -> None:
+        if self.most is None:
+            return
+        size = _CHARACTERS * (self.most + _BORDER)
+        while size < len(text):
+            beginning = self.tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"]
+            if len(beginning) > self.most + _BORDER:
+                raise TooLong(self.most)
+            size *= 4
 
     async def _do(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

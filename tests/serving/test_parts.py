@@ -1,5 +1,6 @@
 """The parts of a server by themselves: the queue, the engine's loop when memory runs out, keys, metrics, limits."""
 
+import asyncio
 import json
 from dataclasses import asdict, replace
 
@@ -11,13 +12,15 @@ from hypothesis import strategies as st
 from lapcli.errors import ModelError, UsageError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
+from lapcli.serving.dispatch import Dispatcher
 from lapcli.serving.jobs import FairQueue, Job
 from lapcli.serving.keys import ApiKeys, read_keys
 from lapcli.serving.loop import EngineLoop
 from lapcli.serving.metrics import Registry
+from lapcli.serving.policy import OneConfiguration
 from lapcli.serving.ray_app import build
 from lapcli.serving.settings import EngineSettings, Limits
-from lapcli.serving.texts import Texts
+from lapcli.serving.texts import Texts, TooLong
 from lapcli.serving.worker import prepare, rows_that_fit
 from lapcli.testing.decoding import prompts_of
 from lapcli.testing.dual_state import tiny_teacher
@@ -352,6 +355,59 @@ def test_tokens_within_characters_have_names_of_their_own():
     ]
     assert texts.token(2) == ("</s>", b"</s>")
     texts.close()
+
+
+class Counting:
+    """A tokenizer that notes how many characters it was given."""
+
+    def __init__(self):
+        self.own, self.read = byte_tokenizer(), 0
+
+    def __call__(self, text, **options):
+        self.read += len(text)
+        return self.own(text, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.own, name)
+
+
+@pytest.mark.parametrize(("length", "refused"), [(100, False), (2000, False), (10**6, True)])
+def test_what_is_far_too_long_is_refused_by_its_beginning(length, refused):
+    """Everybody waits for the tokenizer; the text's length makes no difference."""
+    tokenizer = Counting()
+    texts = Texts(tokenizer, most=100)
+    if refused:
+        with pytest.raises(TooLong, match="more than 100 tokens"):
+            asyncio.run(texts.encode(["a" * length]))
+        assert tokenizer.read == 16 * (100 + 64)
+    else:
+        # A little over is for the caller to find, who can then say by how much.
+        assert len(asyncio.run(texts.encode(["a" * length]))[0]) >= length
+        assert tokenizer.read <= 2 * length
+    texts.close()
+
+
+def test_a_beginning_of_few_tokens_says_nothing_of_the_rest():
+    """Of a tokenizer that drops blanks, say: the text may be short all the same."""
+
+    class Dropping(Counting):
+        def __call__(self, text, **options):
+            return super().__call__(text.replace(" ", ""), **options)
+
+    texts = Texts(Dropping(), most=100)
+    assert asyncio.run(texts.encode([" " * 100_000 + "ab"])) == asyncio.run(texts.encode(["ab"]))
+    texts.close()
+
+
+def test_a_request_that_is_being_read_keeps_a_server_from_ending():
+    async def run():
+        dispatcher = Dispatcher(Limits(), OneConfiguration(), Registry())
+        await asyncio.wait_for(dispatcher.idle(), 1)
+        with dispatcher.arriving(), pytest.raises(TimeoutError):
+            await asyncio.wait_for(dispatcher.idle(), 0.05)
+        await asyncio.wait_for(dispatcher.idle(), 1)
+
+    asyncio.run(run())
 
 
 def test_limits_that_serve_nobody():
