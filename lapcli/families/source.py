@@ -335,7 +335,13 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
                 f"{path} is an adapter, not a model",
                 "merge it into its base first: peft's merge_and_unload(), then save_pretrained(DIR)",
             )
-        raise ModelError(f"{path} has no config.json, so it is no model directory")
+        hint = None
+        if (path / "base" / "config.json").is_file() and (path / "conversion.json").is_file():
+            hint = (
+                f"it holds a conversion in several configurations: name one of {path}/models, or write one by "
+                f"`lapcli convert --export 0.25 --output {path}`; `lapcli serve {path}` takes all"
+            )
+        raise ModelError(f"{path} has no config.json, so it is no model directory", hint)
     return ModelSource(name=name, path=path, revision=commit or revision, config=_read_json(path / "config.json"))
 
 

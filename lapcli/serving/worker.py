@@ -206,11 +206,13 @@ def rows_that_fit(
     slot, usual, longest = (row_bytes(tokens) for tokens in (0, settings.max_length // _USUAL, settings.max_length))
     most = math.inf if slot == 0 else (left - longest + slot) // slot
     if longest > left or most < (settings.max_rows or 1):
-        each = f", and each of {settings.max_rows} takes {slot} at least" if settings.max_rows else ""
+        others = (settings.max_rows or 1) - 1
+        each = f", and each of {others} others {slot} at least, together {longest + others * slot}" if others else ""
+        enough = weights + math.ceil((longest + others * slot) / (1 - _RESERVE))
         raise ModelError(
-            f"{memory} bytes hold {weights} of weights and leave {max(left, 0)} for requests; the longest takes "
-            f"{longest}{each}",
-            "raise --memory, or lower --max-rows, --max-length or --state-dtype",
+            f"{memory} bytes hold {weights} of weights, a tenth of the rest is for activations, and that leaves "
+            f"{max(left, 0)} for requests; the longest takes {longest}{each}",
+            f"raise --memory to {enough}B at least, or lower --max-rows, --max-length or --state-dtype",
         )
     rows = settings.max_rows or max(1, int(min(MOST_ROWS, most, left // usual if usual else MOST_ROWS)))
     return rows, left - rows * slot

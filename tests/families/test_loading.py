@@ -9,6 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lapcli.errors import ModelError
 from lapcli.families.loading import load_model, load_tokenizer
 from lapcli.families.source import resolve_model
+from lapcli.testing.dual_state import tiny_conversion
 from lapcli.testing.models import byte_tokenizer, tiny_gated_deltanet
 from lapcli.testing.stock_models import tiny_stock_model
 
@@ -72,3 +73,16 @@ def test_a_token_without_a_row_is_named(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"has the id 260 \('<first>'\), but the model embeds 260 ids"):
         load_tokenizer(source)
+
+
+def test_a_conversion_is_no_model_and_what_is_one_is_named(tmp_path):
+    root = tiny_conversion(tmp_path / "conversion")
+    (root / "conversion.json").touch()
+    with pytest.raises(ModelError, match="has no config") as refused:
+        resolve_model(str(root))
+    assert "--export" in refused.value.hint
+    assert "lapcli serve" in refused.value.hint
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ModelError, match="has no config") as refused:
+        resolve_model(str(tmp_path / "nothing"))
+    assert refused.value.hint is None

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -280,8 +281,13 @@ def test_rows_by_memory_share_keys_and_values():
     # One of full length takes 8.2e7 besides its slot.
     assert rows_that_fit(replace(limited, max_rows=81), gpu, 10**9, hybrid) == (81, 9 * 10**7)
     for broken in (replace(limited, max_rows=82), replace(limited, max_length=45_001, max_rows=None)):
-        with pytest.raises(ModelError, match="leave 900000000 for requests; the longest takes"):
+        with pytest.raises(ModelError, match="leaves 900000000 for requests; the longest takes") as refused:
             rows_that_fit(broken, gpu, 10**9, hybrid)
+        # What the hint says is enough, and hardly more than that.
+        enough = int(re.search(r"--memory to (\d+)B", refused.value.hint)[1])
+        rows_that_fit(replace(broken, memory=enough + 2), gpu, 10**9, hybrid)
+        with pytest.raises(ModelError):
+            rows_that_fit(replace(broken, memory=enough - 2), gpu, 10**9, hybrid)
     assert rows_that_fit(replace(limited, max_length=44_000), gpu, 10**9, hybrid)[0] == 2
 
 
