@@ -1,8 +1,11 @@
 """The recipes that ship with lapcli, by name: `FAMILY/GOAL`, from a source tree and from an installed wheel."""
 
+import difflib
 import itertools
 from pathlib import Path
 from typing import NamedTuple
+
+from lapcli.errors import RecipeError
 
 
 class ShippedRecipe(NamedTuple):
@@ -38,11 +41,20 @@ def shipped_recipes() -> list[ShippedRecipe]:
 
 
 def find_recipe(name: Path) -> Path:
-    """The file of a recipe: the one that `name` leads to, or else the shipped one of that name."""
+    """The file of a recipe: the one that `name` leads to, or else the shipped one of that name.
+
+    Raises:
+        RecipeError: there is none, but one that ships has nearly that name.
+    """
     if not name.exists():
-        for recipe in shipped_recipes():
-            if name.as_posix() == recipe.name:
-                return recipe.path
+        shipped = {recipe.name: recipe.path for recipe in shipped_recipes()}
+        if found := shipped.get(name.as_posix()):
+            return found
+        near = difflib.get_close_matches(name.with_suffix("").as_posix(), shipped, n=1, cutoff=0.75)
+        if near:
+            raise RecipeError(
+                f"there is no recipe {name}", f"did you mean {near[0]}? `lapcli list recipes` shows those that ship"
+            )
     return name
 
 

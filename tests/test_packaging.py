@@ -4,7 +4,10 @@ import shutil
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import lapcli.shipped
+from lapcli.errors import RecipeError
 from lapcli.shipped import find_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +29,10 @@ def test_recipes_go_by_their_names():
     assert [ROOT / "recipes" / f"{recipe.name}.yaml" for recipe in recipes] == [recipe.path for recipe in recipes]
     assert find_recipe(Path(recipes[0].name)) == recipes[0].path
     assert find_recipe(Path("no/such")) == Path("no/such")
+    for slip in ("demo/slectors", "demo/selectors.yaml"):
+        with pytest.raises(RecipeError) as error:
+            find_recipe(Path(slip))
+        assert "did you mean demo/selectors?" in (error.value.hint or "")
 
 
 def test_in_a_wheel_they_lie_beside_the_code(tmp_path, monkeypatch):

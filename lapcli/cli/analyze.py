@@ -48,7 +48,7 @@ def run(
         typer.Option(help="Tokens passed over at the start.", rich_help_panel="What the numbers depend on"),
     ] = 128,
     compare: Annotated[
-        Path | None, typer.Option(help="A second selection, whose channels are compared with the run's.")
+        Path | None, typer.Option(help="A second selection, or its run, whose channels are compared with the run's.")
     ] = None,
     seed: options.Seed = 0,
     run_path: options.Run = options.DEFAULT_RUN,
@@ -119,17 +119,59 @@ def _settings(
     """The settings, with the model's default text and length."""
     from lapcli.analysis.settings import AnalysisSettings
     from lapcli.cli import context
+    from lapcli.errors import UsageError
     from lapcli.recipe import default_calibration
 
     values: dict[str, Any] = {
-        "data": data or default_calibration(source.is_demo)["data"],
+        "data": data or default_calibration(_of_demo(source))["data"],
         "samples": samples,
         "seq_len": context.fitting_length(source, 2048) if seq_len is None else seq_len,
         "stride": stride,
         "skip": skip,
         "seed": seed,
     }
+    length = values["seq_len"]
+    if length > 1 and stride > 0 and skip >= 0 and skip + stride > length:
+        mend = "--skip 0" if stride <= length else f"--skip 0 --stride {max(1, length // 4)}"
+        raise UsageError(
+            f"no position: skip + stride is {skip + stride}, seq_len {length}",
+            f"pass {mend}, or --seq-len {skip + stride} and more",
+        )
     return context.from_command_line(AnalysisSettings, values)
+
+
+def _of_demo(source: "ModelSource") -> bool:
+    """Whether a model ships with lapcli, or was made from one that does, as far as lineages tell."""
+    from lapcli.errors import ArtifactError
+    from lapcli.families.source import DEMO_PREFIX
+    from lapcli.stages.lineage import sliced_lineage
+
+    name, folder, seen = source.name, source.path, set[Path]()
+    while not name.startswith(DEMO_PREFIX) and folder.resolve() not in seen:
+        seen.add(folder.resolve())
+        try:
+            lineage = sliced_lineage(folder)
+        except ArtifactError:
+            return False
+        if lineage is None:
+            return False
+        name = str(lineage.model.get("name"))
+        folder = Path(name)
+    return name.startswith(DEMO_PREFIX)
+
+
+def _selection_at(path: Path) -> Path:
+    """The selection that was named, or that of the run that was."""
+    from lapcli.artifacts import RunDirectory
+    from lapcli.errors import ArtifactError
+
+    found = RunDirectory(path).selection if path.is_dir() else path
+    if path.is_dir() and not found.is_file():
+        raise ArtifactError(
+            f"--compare: there is no selection in {path}",
+            "make one with `lapcli prune --ratio 0.5`, or name another run or a selection.safetensors",
+        )
+    return found
 
 
 def _inputs(model: str | None, baseline: str | None, compare: Path | None, run: "RunDirectory") -> "AnalysisInputs":
@@ -152,7 +194,7 @@ def _inputs(model: str | None, baseline: str | None, compare: Path | None, run: 
             f"--compare: there is no selection in {run.path} to compare with",
             "make one with `lapcli prune --ratio 0.5`",
         )
-    other = None if compare is None else read_artifact(compare, "selection")
+    other = None if compare is None else read_artifact(_selection_at(compare), "selection")
     return AnalysisInputs(models, selection, calibration if selection is not None else None, other)
 
 

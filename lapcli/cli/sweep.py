@@ -114,13 +114,32 @@ def run(
     wanted = {cell.name for cell in cells} | {"base"} | {f"calibration {name}" for name in plan.calibrations}
     failed = {name: entry for name, entry in failed.items() if name in wanted}
     if failed:
-        said = "\n".join(f"  {name}: {entry['failure']['message']}" for name, entry in failed.items())
         raise LapcliError(
-            f"{len(failed)} of the sweep's parts failed, the others are there:\n{said}",
+            f"{len(failed)} of the sweep's parts failed, the others are there:\n{_causes(failed)}",
             "the same command tries these again, and leaves the others alone",
         )
     done = "swept" if plan.to_do else "nothing to do, all cells are there already"
     display.closing(f"{done}: {directory.record}\nnext: lapcli report {run_path}", quiet=quiet or as_json)
+
+
+def _causes(failed: "dict[str, dict[str, Any]]") -> str:
+    """Why parts failed, each cause once with those that it stopped."""
+    causes: dict[str, list[str]] = {}
+    hints: dict[str, str | None] = {}
+    for name, entry in failed.items():
+        failure = entry["failure"]
+        cause = failure.get("cause") or failure["message"]
+        # Those that failed by themselves first.
+        named = causes.setdefault(cause, [])
+        named.insert(len(named) if failure.get("cause") else 0, name)
+        hints[cause] = hints.get(cause) or failure.get("hint")
+    lines: list[str] = []
+    for cause, names in causes.items():
+        others = f" (and for that {len(names) - 1} more: {', '.join(names[1:])})" if len(names) > 1 else ""
+        lines.append(f"  {names[0]}: {cause}{others}")
+        if hints[cause]:
+            lines.append(f"    {hints[cause]}")
+    return "\n".join(lines)
 
 
 def _words(text: str | None) -> list[str] | None:
@@ -208,6 +227,7 @@ def _would_do(plan: "SweepPlan", path: Path, as_json: bool) -> None:
         "calibrations": "; ".join(calibrations),
         "tokens": f"{document['calibration_tokens']:,} of calibration, {document['recovery_tokens']:,} of recovery",
         "measures": ", ".join(document["tasks"]) or "nothing",
+        "data from the hub": ", ".join(document["data_from_the_hub"]) or None,
         "base model": "measured already" if document["base_evaluated"] else "measured once",
         "writes": f"{path}/sweep.json, {path}/cells/",
     }

@@ -123,8 +123,7 @@ def _drawable(line: Series, log: bool) -> Series:
 
 
 def _span(point: Point, log: bool) -> tuple[float, ...]:
-    ends = (point.y - (point.error or 0.0), point.y, point.y + (point.error or 0.0))
-    return tuple(end for end in ends if _fits(end, log))
+    return tuple(end for end in (point.y, *(point.bar or ())) if _fits(end, log))
 
 
 def _frame(chart: Chart, x_axis: _Axis, y_axis: _Axis) -> list[str]:
@@ -167,15 +166,14 @@ def _line(line: Series, style: tuple[str, str, str], x_axis: _Axis, y_axis: _Axi
         return parts
     for point, (x, y) in zip(line.points, places, strict=True):
         bar = ""
-        if point.error:
+        if point.bar:
             ends = [y_axis.place(value) for value in _span(point, log)]
             top, bottom = min(ends), max(ends)
             bar = (
                 f'<path d="M{x:.1f} {top:.1f}V{bottom:.1f}M{x - 4:.1f} {top:.1f}h8M{x - 4:.1f} {bottom:.1f}h8" '
                 f'stroke="{colour}" fill="none"/>'
             )
-        error = "" if point.error is None else f" ± {point.error:.3g}"
-        said = f"{line.name}: {point.y:.5g}{error}"
+        said = f"{line.name}: {point.text()}"
         parts.append(f"<g><title>{markup(said)}</title>{bar}{_marker(marker, x, y, colour)}</g>")
     return parts
 

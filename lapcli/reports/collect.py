@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from lapcli.evaluation.results import Evaluation
 from lapcli.families.registry import family_for
 from lapcli.families.source import resolve_model
 from lapcli.recipe import SelectionSettings
+from lapcli.reports import measured
 from lapcli.reports.speed import Bench, read_benches
 from lapcli.stages.evaluation_file import read_evaluation
 from lapcli.sweeps.record import SweepDirectory, SweepRecord, read_sweep
@@ -82,6 +84,8 @@ class Found:
         base: the base's scores.
         problems: what could not be read.
         benches: what `lapcli bench` measured.
+        folders: with local copies of task data, that a sweep was told of.
+        bare: whether there is an evaluation and no run.
     """
 
     path: Path
@@ -91,6 +95,8 @@ class Found:
     base: Evaluation | None
     problems: list[str] = field(default_factory=list)
     benches: list[Bench] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)
+    bare: bool = False
 
     @cached_property
     def base_config(self) -> dict[str, Any] | None:
@@ -111,14 +117,14 @@ class Found:
 
 
 def collect(path: Path, benches: Iterable[Path] = ()) -> Found:
-    """Read a run directory or a sweep.
+    """Read a run directory or a sweep, or a folder that holds an evaluation and no run.
 
     Args:
         path: the directory.
         benches: files of `lapcli bench --output`, beside those that lie in it.
 
     Raises:
-        ArtifactError: it is neither, or its record is damaged; or a file is none of `lapcli bench`.
+        ArtifactError: it is none of them, or its record is damaged; or a file is none of `lapcli bench`.
     """
     found = _collect(path)
     folders = [path, *(entry.run.path for entry in found.entries if found.sweep)]
@@ -132,6 +138,7 @@ def _collect(path: Path) -> Found:
     sweep = read_sweep(directory)
     if sweep is not None:
         found = Found(path, sweep, sweep.model, [], None)
+        found.folders = _task_folders(sweep)
         found.base = _try(found, lambda: read_evaluation(directory.base.evaluation))
         for name, noted in sweep.cells.items():
             entry = _entry(found, name, directory.cell(name))
@@ -143,15 +150,13 @@ def _collect(path: Path) -> Found:
             if noted["state"] != "done":
                 failure = noted.get("failure")
                 entry.failure = failure["message"] if failure else f"not done yet ({noted['state']})"
-            entry.commands = _commands(entry, sweep.model["name"])
+            entry.commands = _commands(entry, sweep.model["name"], found.folders)
             found.entries.append(entry)
         return found
     run = RunDirectory(path)
     record = run.read_record()
     if record is None:
-        raise ArtifactError(
-            f"there is neither a run nor a sweep in {path}", "make one with `lapcli prune`, or `lapcli sweep`"
-        )
+        return _evaluation_alone(run)
     found = Found(path, None, record["model"], [], None)
     entry = _entry(found, path.name or str(path), run)
     _describe_run(found, entry, record)
@@ -159,6 +164,30 @@ def _collect(path: Path) -> Found:
     found.entries.append(entry)
     found.base = entry.evaluation
     return found
+
+
+def _evaluation_alone(run: RunDirectory) -> Found:
+    """What `lapcli eval --model` leaves where there is no run."""
+    evaluation = read_evaluation(run.evaluation)
+    if evaluation is None or not evaluation.models:
+        raise ArtifactError(
+            f"there is neither a run nor a sweep in {run.path}, and no evaluation.json either",
+            "make one with `lapcli prune`, `lapcli sweep`, or `lapcli eval --model`",
+        )
+    first = evaluation.models[0]
+    model = {"name": first.name, "revision": first.revision, "digest": first.digest}
+    entry = Entry(run.path.name or str(run.path), run, evaluation=evaluation)
+    entry.commands = _commands(entry, first.name)
+    return Found(run.path, None, model, [entry], evaluation, bare=True)
+
+
+def _task_folders(sweep: SweepRecord) -> list[Path]:
+    """Where the commands of a sweep's sessions had task data looked for."""
+    words = [each.get("command") or [] for each in sweep.sessions]
+    pairs = [pair for command in words for pair in pairwise(command)]
+    joined = [word.removeprefix("--task-data=") for command in words for word in command if "--task-data=" in word]
+    named = [value for option, value in pairs if option == "--task-data"]
+    return [Path(name) for name in dict.fromkeys([*named, *joined])]
 
 
 def _try(found: Found, read: Callable[[], Result]) -> Result | None:
@@ -243,7 +272,7 @@ def _artifact(found: Found, path: Path, kind: str) -> Artifact | None:
     return _try(found, lambda: read_artifact(path, kind)) if path.is_file() else None
 
 
-def _commands(entry: Entry, model: str) -> list[str]:
+def _commands(entry: Entry, model: str, folders: Iterable[Path] = ()) -> list[str]:
     """Commands that make the chain anew, with the settings that are stored with it."""
     run = ["--run", str(entry.run.path)]
     lines: list[list[str]] = []
@@ -278,11 +307,7 @@ def _commands(entry: Entry, model: str) -> list[str]:
         flags += ["--add-query-feedback"] if settings.get("add_query_feedback") else []
         lines.append(["recover", *_options(settings, names), *targets, *flags, *run])
     if entry.evaluation is not None:
-        scores = [score for each in entry.evaluation.models for score in each.scores]
-        tasks = list(dict.fromkeys(score.task for score in scores if not score.of))
-        limits = {score.settings.get("limit") for score in scores} - {None}
-        limit = ["--limit", str(limits.pop())] if len(limits) == 1 else []
-        lines.append(["eval", *tasks, *limit, *run])
+        lines += [[*line, *run] for line in measured.commands(entry.evaluation, folders)]
     return ["lapcli " + shlex.join(line) for line in lines]
 
 

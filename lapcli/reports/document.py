@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TypeAlias
 
+from lapcli.evaluation.table import format_value
+
 
 @dataclass(frozen=True)
 class Paragraph:
@@ -48,11 +50,35 @@ class Table:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a line, with one standard error up and down."""
+    """A point of a line.
+
+    Attributes:
+        x: place.
+        y: value.
+        error: one standard error.
+        interval: from where to where the value may lie, where that is known better than as the error up and down.
+    """
 
     x: float
     y: float
     error: float | None = None
+    interval: tuple[float, float] | None = None
+
+    @property
+    def bar(self) -> tuple[float, float] | None:
+        """The ends of the error bar; `None` where it has none."""
+        if self.interval is not None or not self.error:
+            return self.interval
+        return self.y - self.error, self.y + self.error
+
+    def text(self) -> str:
+        """The value as tables have it, and the interval."""
+        # Losses and the like come without an error.
+        said = format_value(self.y, self.error)
+        if self.interval is None:
+            return said
+        low, high = self.interval
+        return f"{said} ({low:.2f} to {high:.2f})"
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,8 @@ def _numbers(chart: Chart) -> list[str]:
             continue
         every = max(1, len(line.points) // 12)
         for point in line.points[::every]:
-            x = size(point.x) if chart.bytes_on_x else f"{point.x:g}"
-            error = "" if point.error is None else f" ± {point.error:.3g}"
-            rows.append((line.name, x, f"{point.y:.5g}{error}"))
+            whole = f"{point.x:,.0f}" if float(point.x).is_integer() else f"{point.x:g}"
+            rows.append((line.name, size(point.x) if chart.bytes_on_x else whole, point.text()))
     columns = ("", chart.x_label, chart.y_label)
     return _table(Table(f"Figure: {chart.title}", columns, tuple(rows)))
 

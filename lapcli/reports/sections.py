@@ -22,6 +22,7 @@ from lapcli.reports.document import (
     facts,
     size,
 )
+from lapcli.reports.measured import UNKNOWN_FILE, UNKNOWN_FOLDER, measured
 from lapcli.reports.pooling import grouped, place, pooled
 from lapcli.reports.speed import blocks, config_of, gains
 from lapcli.sweeps.headline import Column, headline
@@ -32,7 +33,8 @@ _LABELS = {"sliced": "before recovery", "recovered": "after recovery"}
 _ERRORS = (
     "± is one standard error. Of one model it is that of the measurement, over the items of the task. Of several seeds "
     "the value is their mean, and the error is the root of the mean square of the measurements' errors (all seeds are "
-    "measured on the same items) plus the variance of the seeds' values over their number."
+    "measured on the same items) plus the variance of the seeds' values over their number. Bars in figures of exact "
+    "match and other shares of hits are 95 % intervals (Wilson's), which stay within 0 and 1."
 )
 _NOT_ENDED = "not noted"
 """Of a session that is under way, or was killed."""
@@ -44,7 +46,7 @@ _MARKERS = 16
 def compose(found: Found) -> Document:
     """The report of a run or a sweep."""
     name = found.model.get("name", "a model")
-    kind = "Sweep" if found.sweep else "Run"
+    kind = "Sweep" if found.sweep else "Evaluation" if found.bare else "Run"
     columns = _columns(found)
     axes = _Axes(found)
     sections = [
@@ -204,10 +206,10 @@ def _quality(found: Found, columns: Sequence[Column], axes: _Axes) -> list[Block
             before = pooled([found.unpruned], "base", column)
             state = _state(found.entries, 0)
             if before is not None and state is not None:
-                series.append(Series("unpruned", (Point(state, before.value, before.stderr),)))
+                series.append(Series("unpruned", (Point(state, before.value, before.stderr, before.interval),)))
             for (method,), group in grouped(entries, "method").items():
                 points = [
-                    Point(bytes_, score.value, score.stderr)
+                    Point(bytes_, score.value, score.stderr, score.interval)
                     for cells in grouped(group, "budget").values()
                     if (bytes_ := _state(cells)) is not None and (score := pooled(cells, label, column)) is not None
                 ]
@@ -220,7 +222,7 @@ def _quality(found: Found, columns: Sequence[Column], axes: _Axes) -> list[Block
                 Chart(
                     f"{_heading(column)}, {_LABELS[label]}{axes.said('method', 'budget')}",
                     f"{column.metric} of {column.title} against the bytes of a sequence's state, a line for each of "
-                    f"{_listed(line.name for line in series)}, one standard error up and down. The table of methods "
+                    f"{_listed(line.name for line in series)}, {_bars(series)}. The table of methods "
                     "and ratios has the numbers.",
                     "state of a sequence, fp32",
                     column.metric.replace("_", " "),
@@ -375,7 +377,7 @@ def _recall(found: Found, columns: Sequence[Column], axes: _Axes) -> list[Block]
                     Chart(
                         f"{said}, removed {budget}",
                         f"{metric} of {task} against the length of the prompt, a line for each of {_listed(groups)}, "
-                        "one standard error up and down. The table beside it has the numbers.",
+                        f"{_bars(series)}. The table beside it has the numbers.",
                         "tokens of the prompt",
                         metric.replace("_", " "),
                         tuple(line for line in series if line.points)[:_LINES],
@@ -386,7 +388,17 @@ def _recall(found: Found, columns: Sequence[Column], axes: _Axes) -> list[Block]
 
 def _by_length(entries: Sequence[Entry], label: str, columns: Sequence[Column]) -> tuple[Point, ...]:
     scores = [(column.length or 0, pooled(entries, label, column)) for column in columns]
-    return tuple(Point(length, score.value, score.stderr) for length, score in scores if score is not None)
+    return tuple(
+        Point(length, score.value, score.stderr, score.interval) for length, score in scores if score is not None
+    )
+
+
+def _bars(series: Iterable[Series]) -> str:
+    """What the error bars of a chart are."""
+    intervals = {point.interval is not None for line in series for point in line.points}
+    if intervals == {True}:
+        return "95 % intervals (Wilson's)"
+    return "one standard error up and down" + (", or a 95 % interval (Wilson's)" if True in intervals else "")
 
 
 def _differences(found: Found) -> list[Block]:
@@ -624,6 +636,7 @@ def _models(found: Found) -> list[Block]:
     if rows:
         heads = ("model", "digest", "dtype", "kernel", "device", "parameters")
         blocks.append(Table("Models that were measured", heads, tuple(rows)))
+    blocks += _measured(found)
     settings = {
         f"{stage}: {', '.join(f'{name} {value}' for name, value in values.items() if value is not None)}": None
         for entry in found.entries
@@ -633,6 +646,30 @@ def _models(found: Found) -> list[Block]:
     if settings:
         blocks += [Paragraph("Settings of the stages, each set once:"), Items(tuple(sorted(settings)))]
     return blocks
+
+
+_PLACES = {
+    f"--task-data {UNKNOWN_FOLDER}": f"{UNKNOWN_FOLDER} stands for the folder with local copies of task data; results "
+    "do not name it.",
+    f"--niah-haystack {UNKNOWN_FILE}": f"{UNKNOWN_FILE} stands for the text that needles were hidden in; results do "
+    "not name it.",
+}
+
+
+def _measured(found: Found) -> list[Block]:
+    """Of each task what its numbers depend on, once for each way in which it was measured."""
+    rows: dict[tuple[str, ...], None] = {}
+    for evaluation in (found.base, *(entry.evaluation for entry in found.entries)):
+        for each in measured(evaluation, found.folders) if evaluation else ():
+            rows[
+                each.task, each.origin, (each.digest or "none")[:12], each.said_items, each.said_limit,
+                *("\N{EN DASH}" if value is None else str(value) for value in (each.max_length, each.stride)),
+                _listed(each.lengths) or "\N{EN DASH}", each.bos or "not noted",
+                "\N{EN DASH}" if each.seed is None else str(each.seed),
+            ] = None  # fmt: skip
+    heads = ("task", "data from", "digest", "items", "limit", "max length", "stride", "lengths", "BOS", "seed")
+    note = "A digest is of the texts, or of what was asked; a dash stands where a setting does not enter."
+    return [Table("How each task was measured", heads, tuple(rows), text_columns=3, note=note)] if rows else []
 
 
 def _commands(found: Found) -> list[Block]:
@@ -646,4 +683,6 @@ def _commands(found: Found) -> list[Block]:
             Paragraph("The same chains by single commands, with the settings that are stored with the results:"),
             Listing(tuple(lines)),
         ]
+        told = [said for option, said in _PLACES.items() if any(f" {option}" in line for line in lines)]
+        blocks += [Paragraph(" ".join(told))] if told else []
     return blocks

@@ -18,7 +18,8 @@ import torch
 from lapcli.artifacts import RunDirectory
 from lapcli.data import check_source, parse_mixture
 from lapcli.errors import ArtifactError, UsageError
-from lapcli.evaluation.run import versions
+from lapcli.evaluation.lengths import resolve_max_length
+from lapcli.evaluation.run import prepare, versions
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.families.registry import family_for
 from lapcli.families.source import ModelSource, refuse_quantised
@@ -99,6 +100,7 @@ class SweepPlan:
         record: of what is there.
         machine: where it runs.
         overwrite: whether results of other settings give way.
+        fetched: tasks whose data is looked for on the hub or in its cache.
     """
 
     source: ModelSource
@@ -111,6 +113,7 @@ class SweepPlan:
     record: SweepRecord
     machine: Machine
     overwrite: bool
+    fetched: tuple[str, ...] = ()
 
     @property
     def to_do(self) -> list[Cell]:
@@ -132,6 +135,7 @@ class SweepPlan:
             "recovery_tokens": sum(cell.recovery.tokens for cell in to_do if cell.recovery),
             "tasks": self.evaluation.tasks if self.evaluation else [],
             "base_evaluated": self.base_ready,
+            "data_from_the_hub": list(self.fetched),
         }
 
 
@@ -200,7 +204,7 @@ def plan_sweep(
     if evaluation:
         wanted = plan_stage(
             directory.base.evaluation, [("base", source)], tasks, EvaluationSettings(limit=evaluation.limit),
-            options=EvaluationOptions(task_data=task_data), machine=machine, dry_run=True,
+            options=EvaluationOptions(task_data=task_data), machine=machine,
         )  # fmt: skip
         base_ready = not wanted.missing("base")
     finished: set[str] = set()
@@ -211,6 +215,13 @@ def plan_sweep(
         if same and is_finished(directory.cell(cell.name), entry, tasks, recovers):
             finished.add(cell.name)
     to_do = [cell for cell in cells if cell.name not in finished]
+    fetched: tuple[str, ...] = ()
+    if evaluation and (to_do or not base_ready):
+        # With overwrite, as cells may lack what the base has: the data of all tasks.
+        fetched = plan_stage(
+            directory.base.evaluation, [("base", source)], tasks, EvaluationSettings(limit=evaluation.limit),
+            options=EvaluationOptions(task_data=task_data), machine=machine, overwrite=True, dry_run=True,
+        ).fetched  # fmt: skip
     calibrations: dict[str, CalibrationPlan] = {}
     for name, text in texts.items():
         # What no cell is left to use need not be there.
@@ -220,8 +231,17 @@ def plan_sweep(
         calibrations[name] = CalibrationPlan(text.document(), text.samples * text.seq_len, any(users), ready)
     return SweepPlan(
         source, tuple(cells), frozenset(finished), calibrations, evaluation, base_ready, task_data, record, machine,
-        overwrite,
+        overwrite, fetched,
     )  # fmt: skip
+
+
+def _fetch_data(plan: SweepPlan) -> None:
+    """Have the data that no folder holds fetched, or refuse the sweep: before anything is calibrated on."""
+    if not plan.fetched or plan.evaluation is None:
+        return
+    settings = EvaluationSettings(limit=plan.evaluation.limit)
+    length = resolve_max_length(settings, [plan.source.config], SilentReporter())
+    prepare(plan.fetched, settings, EvaluationOptions(task_data=plan.task_data), length, SilentReporter())
 
 
 def _unlike(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
@@ -276,8 +296,10 @@ def run_sweep(
 
     Raises:
         LapcliError: the record cannot be written.
+        DataError: the data of a task is not to be had.
     """
     listener = listener or SilentListener()
+    _fetch_data(plan)
     record = plan.record
     session = {
         "command": list(command),
@@ -294,7 +316,8 @@ def run_sweep(
     record.write(directory)
     listener.changed(record, None)
     waiting = dict(jobs)
-    failed: dict[str, str] = {}
+    # By key, the part that failed and how: of one that lacked what another should have made, that other's.
+    failed: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def settle(key: str, event: dict[str, Any]) -> None:
         job = jobs[key].job
@@ -303,9 +326,9 @@ def run_sweep(
             entry.pop("failure", None)
             _note_done(entry, job, event["result"])
         else:
-            failed[key] = event["message"]
+            failed.setdefault(key, (_shown(job), event))
             entry["state"] = "failed"
-            entry["failure"] = {name: event.get(name) for name in ("message", "hint", "traceback")}
+            entry["failure"] = {name: event.get(name) for name in ("message", "hint", "traceback", "cause")}
         record.write(directory)
         listener.changed(record, _shown(job))
 
@@ -324,8 +347,10 @@ def run_sweep(
                 while stuck := blocked():
                     for key, need in stuck:
                         del waiting[key]
-                        what = _shown(jobs[need].job)
-                        settle(key, {"event": "failed", "message": f"{what} failed: {failed[need]}", "hint": None})
+                        what, event = failed[key] = failed[need]
+                        said = f"{what} failed: {event['message']}"
+                        cause = event["message"]
+                        settle(key, {"event": "failed", "message": said, "hint": event.get("hint"), "cause": cause})
                 for slot in pool.idle:
                     ready = next((key for key, wanted in waiting.items() if wanted.needs <= done), None)
                     if ready is None:

@@ -66,6 +66,16 @@ def value_of(rows: Iterable[Mapping[str, Any]], label: str, column: Column) -> t
     return None
 
 
+def interval_of(rows: Iterable[Mapping[str, Any]], label: str, column: Column) -> tuple[float, float] | None:
+    """The 95 % interval of a share that was measured; `None` where there is none."""
+    for row in rows:
+        found = row["values"].get(label) if column.of(row) else None
+        if found is not None and found.get("interval") is not None:
+            low, high = found["interval"]
+            return low, high
+    return None
+
+
 def score_cells(entry: Mapping[str, Any], label: str, columns: Iterable[Column]) -> list[str]:
     """A table's cells."""
     found = [value_of(entry.get("rows", ()), label, column) for column in columns]

@@ -9,7 +9,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from lapcli.artifacts import read_artifact
+from lapcli.artifacts import Lineage, read_artifact, write_document
+from lapcli.cli.analyze import _of_demo, _settings
+from lapcli.families.source import resolve_model
+from lapcli.stages.lineage import LINEAGE_FILE
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.stock_models import tiny_stock_model
 
@@ -36,7 +39,7 @@ def rows(path):
 
 
 def test_a_run_beside_its_base(lapcli, pruned, text, tmp_path, monkeypatch):
-    arguments = ["analyze", "--data", text, *SIZES, "--compare", "other/selection.safetensors"]
+    arguments = ["analyze", "--data", text, *SIZES, "--compare", "other"]
     code, out, err = lapcli(*arguments, "--dry-run", "--json")
     assert code == 0, err
     # 4 positions of 3 samples, 2 layers of 2 heads, 2 models.
@@ -129,8 +132,11 @@ def test_refused_before_any_work(lapcli, pruned, tiny, text, tmp_path):
     stranger = tiny_gated_deltanet(tmp_path / "stranger", seed=5)
     strange = [stranger, "--data", text, "--samples", "8", "--seq-len", "64", "--device", "cpu", "--run", "strange"]
     assert lapcli("prune", *strange, "--ratio", "0.5")[0] == 0
+    (tmp_path / "empty").mkdir()
     for arguments, wanted in (
-        (["--skip", "44"], (2, "skip + stride is 52, seq_len 48")),
+        (["--skip", "44"], (2, "skip + stride is 52, seq_len 48 pass --skip 0, or --seq-len 52 and more")),
+        (["--stride", "64"], (2, "skip + stride is 80, seq_len 48 pass --skip 0 --stride 12, or --seq-len 80")),
+        (["--compare", "empty"], (1, "--compare: there is no selection in empty")),
         (["--stride", "0"], (2, "--stride")),
         (["--samples", "0"], (2, "--samples")),
         (["--seq-len", "4096"], (1, "--seq-len 4096 is longer than the 2048 tokens")),
@@ -181,3 +187,17 @@ def test_query_feedback_is_followed_and_what_it_is_compared_with(lapcli, text, t
     code, _out, err = lapcli(*asked)
     assert code == 0
     assert "stability" in err
+
+
+def test_the_text_of_what_was_made_from_a_shipped_model(lapcli, tiny, tmp_path):
+    slice_, child = (tiny_gated_deltanet(tmp_path / name) for name in ("slice", "child"))
+    for folder, parent in ((slice_, "demo:gdn"), (child, str(slice_))):
+        model = {"name": parent, "revision": None, "digest": "d" * 64}
+        write_document(folder / LINEAGE_FILE, Lineage("model", model, "any", {"method": "l1"}))
+    for model, data in ((slice_, "builtin"), (child, "builtin"), (tiny, "fineweb")):
+        source = resolve_model(str(model))
+        assert _settings(source, None, 1, 256, 32, 0, 0).data == data
+        assert _settings(source, "recall", 1, 256, 32, 0, 0).data == "recall"
+    # One that leads back to itself is no shipped model's.
+    write_document(slice_ / LINEAGE_FILE, Lineage("model", {"name": str(child)}, "any", {"method": "l1"}))
+    assert not _of_demo(resolve_model(str(child)))

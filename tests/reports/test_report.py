@@ -21,7 +21,7 @@ from lapcli.reports.collect import collect
 from lapcli.reports.document import Chart, Document, Items, Listing, Paragraph, Point, Section, Series, Table
 from lapcli.reports.html import html
 from lapcli.reports.markdown import markdown
-from lapcli.reports.pooling import pool
+from lapcli.reports.pooling import pool, pool_intervals
 from lapcli.reports.sections import compose
 from lapcli.stages.evaluation_file import write_evaluation
 from lapcli.stages.reporting import report
@@ -272,7 +272,7 @@ def test_a_chart_puts_points_where_they_belong():
     assert ys[0] > ys[2]
     assert len(circles) == 4
     titles = [title.text for title in root.iter(f"{SVG}title")]
-    assert titles[:3] == ["title", "a: 1", "a: 10 ± 5"]
+    assert titles[:3] == ["title", "a: 1.000", "a: 10.0 ± 5.0"]
     assert any(title.startswith("<script>") for title in titles)
     assert root.get("aria-labelledby") == "f1-title f1-desc"
 
@@ -346,6 +346,50 @@ def test_a_browser_shows_and_prints_it_without_complaint(run, sweep, tmp_path):
             assert len(re.findall(rb"/Type\s*/Page\b", printed)) > 1
         assert page.complaints == []
         assert {address.partition(":")[0] for address in page.asked_for} == {"file", "data"}
+
+
+def test_bars_of_shares_stay_within_0_and_1(run, tmp_path):
+    charts = [block for block in blocks(run.path) if isinstance(block, Chart) and "exact" in block.title]
+    points = {(line.name, point.x): point for chart in charts for line in chart.series for point in line.points}
+    whole = points["unpruned", 512]
+    # Wilson's interval of 4 of 4, by hand: 1 - z² / (n + z²).
+    assert whole.bar == pytest.approx((1 - 1.96**2 / (4 + 1.96**2), 1.0), abs=1e-4)
+    assert all(0 <= end <= 1 for point in points.values() for end in point.bar)
+    assert any("95 % intervals" in chart.description for chart in charts)
+    text = report(run.path, tmp_path / "out").markdown.read_text()
+    assert "| unpruned | 512 | 1.00 ± 0.10 (0.51 to 1.00) |" in text
+
+
+def test_intervals_of_seeds():
+    assert pool_intervals([0.9], [(0.7, 0.97)]) == (0.7, 0.97)
+    # Both alike: what a measurement owes to its items does not average out.
+    assert pool_intervals([0.9, 0.9], [(0.7, 0.97)] * 2) == pytest.approx((0.7, 0.97))
+    low, high = pool_intervals([1.0, 0.6], [(0.8, 1.0), (0.4, 0.8)])
+    # 0.2² below both; the variance 0.08 over 2, times 1.96².
+    assert low == pytest.approx(0.8 - math.sqrt(0.04 + 1.96**2 * 0.04), abs=1e-4)
+    assert high == 1.0
+
+
+def test_numbers_of_a_figure_are_those_of_tables():
+    points = (Point(1024, 1.0, 0.0), Point(2e6, 4618.5, 6770.0), Point(0.5, 2.0, 0.25))
+    chart = Chart("t", "d", "x", "y", (Series("s", points),))
+    text = markdown(Document("T", "lead", [Section("S", [chart])]))
+    assert [line for line in text.splitlines() if line.startswith("| s")] == [
+        "| s | 1,024 | 1.000 |", "| s | 2,000,000 | 4618 ± 6770 |", "| s | 0.5 | 2.00 ± 0.25 |",
+    ]  # fmt: skip
+
+
+def test_an_evaluation_without_a_run_is_reported(tmp_path):
+    directory = RunDirectory(tmp_path / "alone")
+    write_evaluation(Evaluation((model("model", 14.0, 2),), {"lapcli": "0", "device": "cpu"}), directory.evaluation)
+    made = report(directory.path, tmp_path / "out")
+    text = made.markdown.read_text()
+    assert text.startswith("# Evaluation: model")
+    assert "14.0 ± 1.0" in text
+    assert f"    lapcli eval builtin niah --niah-lengths 512,1024 --model model --run {directory.path}\n" in text
+    directory.evaluation.write_text("{")
+    with pytest.raises(ArtifactError, match="evaluation"):
+        report(directory.path, tmp_path / "out")
 
 
 def test_golden():
