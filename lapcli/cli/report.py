@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 def run(
     source: Annotated[
-        Path, typer.Argument(help="A run directory, or a sweep's. Default: lapcli-run.")
+        Path, typer.Argument(help="A directory of a run, a sweep or `lapcli eval`. Default: lapcli-run.")
     ] = options.DEFAULT_RUN,
     output: Annotated[Path | None, typer.Option(help="Folder for the two files. Default: the run's own.")] = None,
     bench: Annotated[
@@ -43,7 +43,7 @@ def run(
         found = collect(source, bench or ())
         check_place(folder, overwrite=overwrite)
         facts = {
-            "reads": f"{len(found.entries)} {'cells' if found.sweep else 'run'}",
+            "reads": f"{len(found.entries)} {'cells' if found.sweep else 'evaluation' if found.bare else 'run'}",
             "benchmarks": [str(each.path) for each in found.benches],
             "not readable": found.problems,
             "writes": [str(folder / HTML), str(folder / MARKDOWN)],

@@ -1,6 +1,7 @@
 """`lapcli sweep` and `lapcli report` at the terminal: what they would do, refuse and say."""
 
 import json
+import re
 
 import pytest
 
@@ -76,6 +77,28 @@ def test_a_recipe_with_options_over_it(lapcli, tiny, text, tmp_path):
 def name_of(document):
     """Text, amount and seed of a cell's name."""
     return document["cells_to_do"][0].split("-")[2:5]
+
+
+def test_a_dry_run_says_what_comes_from_the_hub(lapcli, job, tmp_path):
+    (tmp_path / "wiki.test.raw").write_text(" = A = \n \n Words .\n")
+    (tmp_path / "none").mkdir()
+    job[job.index("--tasks") + 1] += ",wikitext"
+    code, out, err = lapcli(*job, "--dry-run")
+    assert (code, out) == (0, "")
+    assert re.search(r"data from the hub +wikitext", err)
+    code, out, err = lapcli(*job, "--task-data", tmp_path, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["data_from_the_hub"] == []
+    code, out, err = lapcli(*job, "--task-data", "none", "--dry-run")
+    assert (code, out) == (1, "")
+    assert "none holds no copy of its data" in err
+
+
+def test_a_slip_in_the_name_of_a_recipe(lapcli):
+    for command in ("sweep", "run"):
+        code, out, err = lapcli(command, "demo/slectors", "--dry-run")
+        assert (code, out) == (1, "")
+        assert "did you mean demo/selectors?" in err
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ import time
 
 import pytest
 
-from lapcli.errors import ArtifactError, ModelError, RecipeError, UsageError
+from lapcli.cli.sweep import _causes
+from lapcli.errors import ArtifactError, DataError, ModelError, RecipeError, UsageError
+from lapcli.evaluation import run as evaluation_run
 from lapcli.families.source import resolve_model
 from lapcli.machine import Machine
 from lapcli.recipe import Recipe
 from lapcli.reporting import SilentReporter
+from lapcli.stages import sweeping
 from lapcli.stages.recovery import RecoveryResult
 from lapcli.stages.sweeping import _unlike, plan_sweep, run_sweep, slots_for
 from lapcli.sweeps import work
@@ -150,6 +153,63 @@ def test_query_feedback_is_refused_before_any_work_where_there_can_be_none(text,
     with pytest.raises(ModelError, match="becomes a Q-Delta is a gated_deltanet"):
         plan_sweep(base, cells, None, SweepDirectory(tmp_path / "sweep"), machine=CPU)
     assert not (tmp_path / "sweep").exists()
+
+
+def test_what_comes_from_the_hub_is_said_and_fetched_before_anything_costly(plan, monkeypatch):
+    asked = []
+
+    def refuse(name, *_):
+        asked.append(name)
+        raise DataError(f"the data of {name} could not be loaded", "give a local copy with --task-data DIR")
+
+    monkeypatch.setattr(evaluation_run, "load_task", refuse)
+    first, directory = plan(tasks=["wikitext"])
+    assert first.fetched == ("wikitext",)
+    assert first.document()["data_from_the_hub"] == ["wikitext"]
+    assert asked == []
+    with pytest.raises(DataError, match=r"wikitext could not be loaded\n.*--task-data DIR"):
+        run_sweep(first, directory, [Slot(0)])
+    assert asked == ["wikitext"]
+    assert not directory.path.exists()
+    assert plan()[0].fetched == ()
+
+
+class FailingPool:
+    """Every job fails."""
+
+    def __init__(self, slots, logs):
+        self.idle, self.jobs = slots, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def start(self, job, slot):
+        self.jobs.append(job)
+
+    def events(self, seconds):
+        jobs, self.jobs = self.jobs, []
+        return [(job, {"event": "failed", "message": f"no {job.kind}", "hint": "make room"}) for job in jobs]
+
+
+def test_what_lacks_a_part_that_failed_names_its_cause(plan, monkeypatch):
+    monkeypatch.setattr(sweeping, "Pool", FailingPool)
+    first, directory = plan(method=["l1", "drrqr"])
+    record = run_sweep(first, directory, [Slot(0)])
+    failed = record.failed()
+    root = f"calibration {first.cells[0].calibration_name}"
+    assert list(failed) == ["base", root, *(cell.name for cell in first.cells)]
+    assert failed[root]["failure"]["cause"] is None
+    for cell in first.cells:
+        failure = failed[cell.name]["failure"]
+        assert (failure["cause"], failure["hint"]) == ("no calibrate", "make room")
+        assert failure["message"] == f"{root} failed: no calibrate"
+    others = ", ".join(cell.name for cell in first.cells)
+    assert _causes(failed).splitlines() == [
+        "  base: no base", "    make room", f"  {root}: no calibrate (and for that 2 more: {others})", "    make room",
+    ]  # fmt: skip
 
 
 def stamps(directory, names_):
