@@ -177,7 +177,7 @@ def _evaluation_alone(run: RunDirectory) -> Found:
     first = evaluation.models[0]
     model = {"name": first.name, "revision": first.revision, "digest": first.digest}
     entry = Entry(run.path.name or str(run.path), run, evaluation=evaluation)
-    entry.commands = _commands(entry, first.name)
+    entry.commands = _commands(entry, first.name, alone=True)
     return Found(run.path, None, model, [entry], evaluation, bare=True)
 
 
@@ -272,7 +272,7 @@ def _artifact(found: Found, path: Path, kind: str) -> Artifact | None:
     return _try(found, lambda: read_artifact(path, kind)) if path.is_file() else None
 
 
-def _commands(entry: Entry, model: str, folders: Iterable[Path] = ()) -> list[str]:
+def _commands(entry: Entry, model: str, folders: Iterable[Path] = (), *, alone: bool = False) -> list[str]:
     """Commands that make the chain anew, with the settings that are stored with it."""
     run = ["--run", str(entry.run.path)]
     lines: list[list[str]] = []
@@ -307,7 +307,7 @@ def _commands(entry: Entry, model: str, folders: Iterable[Path] = ()) -> list[st
         flags += ["--add-query-feedback"] if settings.get("add_query_feedback") else []
         lines.append(["recover", *_options(settings, names), *targets, *flags, *run])
     if entry.evaluation is not None:
-        lines += [[*line, *run] for line in measured.commands(entry.evaluation, folders)]
+        lines += [[*line, *run] for line in measured.commands(entry.evaluation, folders, alone=alone)]
     return ["lapcli " + shlex.join(line) for line in lines]
 
 

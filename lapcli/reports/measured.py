@@ -4,15 +4,19 @@ Scores hold the settings that they depend on. Which folder a task's data came fr
 the hub, or from a folder that is known, shows in the digest of the request: it is made again with each in turn.
 """
 
+import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lapcli import __version__
+from lapcli.data.builtin import heldout_builtin_text
 from lapcli.errors import LapcliError
 from lapcli.evaluation.request import request_digest
 from lapcli.evaluation.results import Evaluation, ModelScores, Score
+from lapcli.evaluation.ruler_texts import RULER_TASKS, Material
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.evaluation.tasks import NOISE_TASK, TASKS, TEXT_PREFIX, Kind, TaskInfo
 
@@ -65,8 +69,8 @@ class Measured:
     @property
     def said_items(self) -> str:
         """The items with their unit."""
-        unit = {"perplexity": "windows", "niah": "prompts a length", "ruler": "prompts a length"}
-        return f"{self.items:,} {unit.get(self.kind, 'documents')}"
+        unit = {"perplexity": "window", "niah": "prompt", "ruler": "prompt"}.get(self.kind, "document")
+        return f"{self.items:,} {unit}{'' if self.items == 1 else 's'}{' a length' if unit == 'prompt' else ''}"
 
     @property
     def said_limit(self) -> str:
@@ -121,12 +125,13 @@ def measured(evaluation: Evaluation, folders: Iterable[Path] = ()) -> list[Measu
     return _with_lengths_of_groups(list(found.values()), evaluation)
 
 
-def commands(evaluation: Evaluation, folders: Iterable[Path] = ()) -> list[list[str]]:
+def commands(evaluation: Evaluation, folders: Iterable[Path] = (), *, alone: bool = False) -> list[list[str]]:
     """Arguments of `lapcli` that measure the same, a command for tasks that share their settings.
 
     Args:
         evaluation: the scores.
         folders: as of `measured`.
+        alone: whether it lies in no run, so that models have to be named: the last, and the first as its baseline.
     """
     lines: list[_Line] = []
     for each in measured(evaluation, folders):
@@ -140,7 +145,7 @@ def commands(evaluation: Evaluation, folders: Iterable[Path] = ()) -> list[list[
     }
     kernels = {model.kernel for model in evaluation.models} - {"auto"}
     kernel = ["--kernel", kernels.pop()] if len(kernels) == 1 else []
-    return [[*line.words(groups), *_models(evaluation), *kernel] for line in lines]
+    return [[*line.words(groups), *_models(evaluation, alone), *kernel] for line in lines]
 
 
 @dataclass(frozen=True)
@@ -236,12 +241,13 @@ class _Line:
         return ["eval", *tasks, *limit, *given]
 
 
-def _models(evaluation: Evaluation) -> list[str]:
+def _models(evaluation: Evaluation, alone: bool) -> list[str]:
     """Which models: those of the run, unless others were named."""
     names = {model.label: model.name for model in evaluation.models}
-    if "model" not in names:
+    if "model" not in names and not alone:
         return []
-    return ["--model", names["model"], *(["--baseline", names["base"]] if "base" in names else [])]
+    label = "model" if "model" in names else list(names)[-1]
+    return ["--model", names[label], *(["--baseline", names["base"]] if "base" in names and label != "base" else [])]
 
 
 def _by_request(scores: Iterable[Score]) -> list[list[Score]]:
@@ -289,26 +295,36 @@ def _one(scores: Sequence[Score], context: _Context) -> Measured:
     return _with_origin(found, context, copied=bool(noted))
 
 
+@cache
+def own_text_digest(task: str) -> str | None:
+    """The digest of what a task with needles, or one of RULER's, hides its answers in where nothing else is named."""
+    material = Material(heldout_builtin_text())
+    return RULER_TASKS[task].data(material) if task in RULER_TASKS else material.digest
+
+
 def _with_origin(found: Measured, context: _Context, *, copied: bool) -> Measured:
     """What the request tells of where the data came from."""
-    # Another version may have made its requests otherwise.
-    readable = context.versions.get("lapcli") == __version__ and bool(found.requests)
     if found.kind == "perplexity":
         path = found.task.removeprefix(TEXT_PREFIX)
         return replace(found, origin="this Python's documentation" if path == found.task else f"file {path}")
     if found.kind in ("niah", "ruler"):
-        own = found.digest is None or found.task == NOISE_TASK or found.digest in context.heldout
-        if own or context.asked(found, None):
+        if found.digest is None or found.task == NOISE_TASK:
+            return replace(found, origin="generated from the seed")
+        if found.digest in context.heldout or context.asked(found, None):
             return replace(found, origin="generated from the seed, in lapcli's own text")
-        if not readable:
+        # Scores of other lengths of the same request may have been replaced. The text tells, under the same Python.
+        if context.versions.get("python") != platform.python_version():
             return found
+        if found.digest == own_text_digest(found.task):
+            return replace(found, origin="generated from the seed, in lapcli's own text")
         return replace(found, origin="generated from the seed, in a file whose name is not noted", haystack=True)
     for folder in context.folders:
         if context.asked(found, folder):
             return replace(found, origin=f"local folder {folder}", folder=str(folder))
     if not copied and context.asked(found, None):
         return replace(found, origin="the hub, or its cache")
-    if not copied and not readable:
+    # Another version may have made its requests otherwise.
+    if not copied and (context.versions.get("lapcli") != __version__ or not found.requests):
         return found
     return replace(found, origin="a local copy; its folder is not noted", folder=UNKNOWN_FOLDER)
 

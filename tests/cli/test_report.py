@@ -1,10 +1,12 @@
 """The commands that a report prints: each asks for just what is there already."""
 
 import json
+import platform
 import shlex
 
 import pytest
 
+from lapcli import __version__ as lapcli_version
 from lapcli.evaluation.estimates import accuracy, average, mean
 from lapcli.evaluation.request import request_digest
 from lapcli.evaluation.results import Evaluation, ModelScores, Score
@@ -65,7 +67,7 @@ def test_what_is_printed_is_what_was_measured(lapcli, tiny, text, tmp_path):
         assert json.loads(out)["measures"] == {"model": None}
 
 
-VERSIONS = {"lapcli": __import__("lapcli").__version__, "device": "cpu"}
+VERSIONS = {"lapcli": lapcli_version, "device": "cpu", "python": platform.python_version()}
 
 
 def score(name, settings, folder=None, length=None, lengths=(), max_length=512, **more):
@@ -89,7 +91,7 @@ def evaluation(*scores, kernel="auto"):
 def test_data_of_the_hub_and_of_a_folder_that_is_known(tmp_path):
     (tmp_path / "wiki.test.raw").write_text(PAGES)
     settings = EvaluationSettings(seed=7)
-    found = evaluation(score("wikitext", settings, folder=tmp_path), score("niah", settings, length=512))
+    found = evaluation(score("wikitext", settings, folder=tmp_path), score("niah_noise", settings, length=512))
     found = evaluation(*found.models[0].scores, score("lambada", settings))
     by_name = {each.task: each.origin for each in measured(found, [tmp_path / "none", tmp_path])}
     assert by_name["wikitext"] == f"local folder {tmp_path}"
@@ -105,6 +107,23 @@ def test_of_another_version_the_folder_is_not_guessed():
     other = Evaluation(found.models, {**VERSIONS, "lapcli": "0.0.0"})
     (each,) = measured(other)
     assert (each.origin, each.folder) == ("not noted", None)
+
+
+def test_a_haystack_of_the_users(tmp_path, monkeypatch):
+    monkeypatch.setattr("lapcli.reports.measured.own_text_digest", lambda task: "1" * 64)
+    (tmp_path / "hay.txt").write_text("Some text.")
+    settings = EvaluationSettings(niah_haystack=tmp_path / "hay.txt")
+    (each,) = measured(evaluation(score("niah", settings, length=512)))
+    assert each.haystack
+    (line,) = commands(evaluation(score("niah", settings, length=512)))
+    assert line[line.index("--niah-haystack") + 1] == "FILE"
+    # lapcli's own text is no part of the digest.
+    (each,) = measured(evaluation(score("niah", EvaluationSettings(niah_lengths=(512,)), length=512)))
+    assert (each.haystack, each.said_items) == (False, "2 prompts a length")
+    # Of a request whose other lengths are gone, the text tells.
+    monkeypatch.setattr("lapcli.reports.measured.own_text_digest", lambda task: "0" * 64)
+    (each,) = measured(evaluation(score("niah", EvaluationSettings(), length=512)))
+    assert not each.haystack
 
 
 def test_25_prompts_are_the_default_and_go_with_either_limit():

@@ -387,6 +387,9 @@ def test_an_evaluation_without_a_run_is_reported(tmp_path):
     assert text.startswith("# Evaluation: model")
     assert "14.0 ± 1.0" in text
     assert f"    lapcli eval builtin niah --niah-lengths 512,1024 --model model --run {directory.path}\n" in text
+    write_evaluation(evaluation(model("sliced", 14.0, 2)), directory.evaluation)
+    text = report(directory.path, tmp_path / "out").markdown.read_text()
+    assert f"--model sliced --baseline base --run {directory.path}\n" in text
     directory.evaluation.write_text("{")
     with pytest.raises(ArtifactError, match="evaluation"):
         report(directory.path, tmp_path / "out")
