@@ -138,7 +138,8 @@ def whole_numbers(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"--{option} {text!r} is no list of whole numbers", "for example 512,1024") from error
+        example = "seeds, for example 0,1,2" if option == "seed" else "for example 512,1024"
+        raise UsageError(f"--{option} {text!r} is no list of whole numbers", example) from error
 
 
 def from_command_line(model: "type[Model]", values: dict[str, Any], names: Mapping[str, str] | None = None) -> "Model":

@@ -11,6 +11,8 @@ from lapcli.parallel import jointly, processes
 from lapcli.pipeline import stage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from lapcli.artifacts import RunDirectory
     from lapcli.evaluation.checks import Check
     from lapcli.evaluation.results import Evaluation
@@ -69,7 +71,7 @@ def run(
     kernel: options.Kernel = "auto",
     require_fast: options.RequireFast = False,
     trust_remote_code: options.TrustRemoteCode = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again what is there already.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again what was measured already.")] = False,
     as_json: options.Json = False,
     dry_run: options.DryRun = False,
     quiet: options.Quiet = False,
@@ -77,6 +79,7 @@ def run(
     """Write `RUN/evaluation.json` and print a table of the models, their differences and standard errors."""
     from lapcli.cli import context, display
     from lapcli.evaluation.checks import parse_check
+    from lapcli.evaluation.names import check_spelling
     from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
     from lapcli.evaluation.tasks import parse_tasks
 
@@ -95,6 +98,7 @@ def run(
     chosen_options = EvaluationOptions(task_data=task_data, batch_size=batch_size, processes=ours)
     checks = [parse_check(text) for text in fail_if or ()]
     infos = parse_tasks(tasks)
+    check_spelling(infos)
     models = _compatible(_models(model, baseline, directory), compat)
     if checks:
         _check_checks(checks, infos, len(models))
@@ -148,7 +152,7 @@ def run(
         display.evaluation(evaluation, quiet=quiet)
         done = "evaluated" if worked else "nothing to do, all of it was measured already"
         display.closing(f"{done}: {directory.evaluation}", quiet=quiet)
-    _raise_failures(evaluation, checks)
+    _raise_failures(evaluation, checks, plan.lengths)
 
 
 def _check_checks(checks: "list[Check]", infos: "list[TaskInfo]", models: int) -> None:
@@ -158,11 +162,11 @@ def _check_checks(checks: "list[Check]", infos: "list[TaskInfo]", models: int) -
     check_checks(checks, infos, models=models, metrics_of=metrics_of)
 
 
-def _raise_failures(evaluation: "Evaluation", checks: "list[Check]") -> None:
+def _raise_failures(evaluation: "Evaluation", checks: "list[Check]", lengths: "Mapping[str, Sequence[int]]") -> None:
     from lapcli.errors import CheckFailed
     from lapcli.evaluation.checks import failures
 
-    found = failures(evaluation, checks)
+    found = failures(evaluation, checks, lengths)
     if found:
         raise CheckFailed("\n".join(found), "the results are written; they fail what --fail-if says")
 

@@ -4,7 +4,7 @@ import difflib
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lapcli.errors import UsageError
@@ -57,7 +57,7 @@ def parse_check(text: str) -> Check:
         text: task, point, metric, sign, number; an `x` after the number makes it a factor of the base's value.
 
     Raises:
-        UsageError: it is not of that form.
+        UsageError: it is not of that form, or a factor is negative.
     """
     form = _FORM.fullmatch(text)
     task, point, metric = form["what"].rpartition(".") if form else ("", "", "")
@@ -71,7 +71,13 @@ def parse_check(text: str) -> Check:
             'write TASK.METRIC, one of > >= < <=, and a number: "wikitext.word_perplexity > 1.1x" '
             '(1.1 times the base\'s value) or "zeroshot.mean < 0.45"',
         )
-    return Check(text.strip(), task, metric, form["sign"], value, bool(form["relative"]))
+    relative = bool(form["relative"])
+    if relative and value < 0:
+        raise UsageError(
+            f"--fail-if {text!r}: {form['value']} is no factor of a base's value",
+            "give a factor of 0 or more, as 1.1x, or a plain number without the x",
+        )
+    return Check(text.strip(), task, metric, form["sign"], value, relative)
 
 
 def check_checks(
@@ -109,10 +115,17 @@ def check_checks(
             )
 
 
-def failures(evaluation: Evaluation, checks: Sequence[Check]) -> list[str]:
+def failures(
+    evaluation: Evaluation, checks: Sequence[Check], lengths: Mapping[str, Sequence[int]] | None = None
+) -> list[str]:
     """The checks that the last model fails, each in a sentence; of a task with several lengths each length is checked.
 
     A control, which was never pruned, is the last model only where there is nothing else to compare with the base.
+
+    Args:
+        evaluation: what was measured.
+        checks: to be made.
+        lengths: for tasks that have several, those that were asked for: one that was not measured fails the check.
 
     Raises:
         UsageError: a task turned out not to have a metric.
@@ -133,13 +146,16 @@ def failures(evaluation: Evaluation, checks: Sequence[Check]) -> list[str]:
         elif not of_metric:
             raise _unknown_metric(check, metrics)
         found += [sentence for row in of_metric if (sentence := _failure(check, row, labels))]
+        measured = {row.length for row in of_metric}
+        asked = (lengths or {}).get(check.task, ()) if of_metric else ()
+        found += [_nothing_there(check, length) for length in dict.fromkeys(asked) if length not in measured]
     return found
 
 
 def _failure(check: Check, row: Row, labels: Sequence[str]) -> str | None:
     base, last = row.scores[0], row.scores[-1]
     if last is None or (check.relative and base is None):
-        return _nothing_there(check)
+        return _nothing_there(check, row.length)
     against = base.estimate.value if base is not None else None
     if check.relative and row.refusals:
         return f"{check.text}: {row.refusals[-1]}"
@@ -158,8 +174,8 @@ def _metric(check: Check, metrics: Sequence[str]) -> str | None:
     return next(perplexities, None) if check.metric == "ppl" else None
 
 
-def _nothing_there(check: Check) -> str:
-    return f"{check.text}: there is no score to check"
+def _nothing_there(check: Check, length: int | None = None) -> str:
+    return f"{check.text}: there is no score to check" + ("" if length is None else f" at {length}")
 
 
 def _unknown_metric(check: Check, metrics: Sequence[str]) -> UsageError:

@@ -28,7 +28,7 @@ from lapcli.evaluation.results import Score
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.evaluation.settings import EvaluationSettings
 from lapcli.evaluation.summaries import XSUM, XSUM_DATA, xsum_task
-from lapcli.evaluation.tasks import TASKS, TaskInfo, unknown_task
+from lapcli.evaluation.tasks import TASKS, TaskInfo, unknown_tasks
 from lapcli.evaluation.tokenization import adds_bos, tokenizer_digest
 from lapcli.reporting import Reporter
 
@@ -82,7 +82,7 @@ def check_names(names: Sequence[str]) -> None:
     """Refuse names that lm-eval does not know. Those that lapcli names itself need no look.
 
     Raises:
-        UsageError: a name is unknown; the nearest is named.
+        UsageError: names are unknown; all of them are named, each with the nearest that is known.
         ModelError: lm-eval is not installed.
     """
     others = [name for name in names if not _named_here(name)]
@@ -90,12 +90,12 @@ def check_names(names: Sequence[str]) -> None:
         require_lm_eval()
         return
     if not _installed():
-        # Most likely a slip in one of our own names; the hint lists them.
-        raise unknown_task(others[0])
+        # Most likely slips in our own names; the hint lists them.
+        raise unknown_tasks(others)
     known = _manager(others).all_tasks
-    for name in others:
-        if name not in known:
-            raise unknown_task(name, known)
+    unknown = [name for name in others if name not in known]
+    if unknown:
+        raise unknown_tasks(unknown, known)
 
 
 def check_packages(infos: Sequence[TaskInfo]) -> None:

@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lapcli.errors import UsageError
-from lapcli.evaluation.niah import check_lengths
-from lapcli.evaluation.ruler import misfits, say
+from lapcli.evaluation.misfit import Misfit, say
+from lapcli.evaluation.niah import misfits as niah_misfits
+from lapcli.evaluation.ruler import misfits as ruler_misfits
 from lapcli.evaluation.ruler_texts import Material
 from lapcli.evaluation.settings import DEFAULT_MAX_LENGTH, DEFAULT_RULER_LENGTHS, EvaluationSettings
 from lapcli.evaluation.tasks import TaskInfo
@@ -38,7 +39,7 @@ class Lengths(NamedTuple):
     """What a look at the lengths found.
 
     Attributes:
-        left_out: for each model's label the tasks of RULER's that none of the lengths has room for.
+        left_out: for each model's label the needle tasks and RULER's that none of the lengths has room for.
         remarks: what there is to say, each once.
     """
 
@@ -90,13 +91,14 @@ def look_at_lengths(
         trust_remote_code: whether code in a model's directory may run.
 
     Raises:
-        UsageError: a length of `niah` has no room for a prompt, or no length has room for anything that is asked for.
+        UsageError: no length has room for anything that is asked for.
         DataError: the material cannot be read.
     """
     remarks: list[str] = []
     left_out: dict[str, frozenset[str]] = {}
     for label, source, tasks, else_known in asked:
-        niah = settings.niah_lengths if any(info.kind == "niah" for info in tasks) else ()
+        needles = [info.name for info in tasks if info.kind == "niah"]
+        niah = tuple(dict.fromkeys(settings.niah_lengths)) if needles else ()
         names = [info.name for info in tasks if info.kind == "ruler"]
         ruler = tuple(dict.fromkeys(settings.ruler_lengths or DEFAULT_RULER_LENGTHS)) if names else ()
         limit = longest_sequence(source.config)
@@ -111,16 +113,20 @@ def look_at_lengths(
         from lapcli.families.loading import load_tokenizer
 
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        if niah:
-            check_lengths(settings, tokenizer)
+        found: dict[str, list[Misfit]] = {
+            name: each for name in needles if (each := niah_misfits(name, settings, tokenizer))
+        }
         if ruler:
             start = prompt_start(tokenizer, settings.bos)
-            found = misfits(names, material(), tokenizer, lengths=ruler, seed=settings.seed, start=start)
-            said = [f"{name} {say(each)}" for name, each in found.items()]
-            left_out[label] = frozenset(name for name, each in found.items() if len(each) == len(ruler))
-            if len(left_out[label]) == len(tasks) and not else_known:
-                raise UsageError("; ".join(said), "give longer --ruler-lengths")
-            remarks += said
+            found |= ruler_misfits(names, material(), tokenizer, lengths=ruler, seed=settings.seed, start=start)
+        said = [f"{name} {say(each)}" for name, each in found.items()]
+        left_out[label] = frozenset(
+            name for name, each in found.items() if len(each) == len(niah if name in needles else ruler)
+        )
+        if len(left_out[label]) == len(tasks) and not else_known:
+            options = [option for option, set_ in (("--niah-lengths", niah), ("--ruler-lengths", ruler)) if set_]
+            raise UsageError("; ".join(said), f"give longer {' and '.join(options)}")
+        remarks += said
     return Lengths(left_out, tuple(dict.fromkeys(remarks)))
 
 

@@ -11,6 +11,7 @@ answer shows for all of them at once.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lapcli.data.builtin import documents_digest
@@ -26,6 +27,7 @@ from lapcli.data.recall import (
 )
 from lapcli.errors import DataError, ModelError, UsageError
 from lapcli.evaluation.estimates import accuracy
+from lapcli.evaluation.misfit import Misfit, say
 from lapcli.evaluation.results import Score
 from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.evaluation.settings import EvaluationSettings
@@ -38,6 +40,21 @@ FORM = "RULER S-NIAH, number"
 _SLACK = 8
 _MISFITS = 40
 _MIN_SENTENCES = 20
+
+
+class NoRoom(UsageError):
+    """A length that has no room for a question.
+
+    Attributes:
+        needed: tokens that the question takes with its answer.
+    """
+
+    def __init__(self, needed: int, length: int):
+        super().__init__(
+            f"a NIAH prompt takes {needed} tokens without any haystack, more than the length {length}",
+            "give longer lengths",
+        )
+        self.needed = needed
 
 
 def noise_documents() -> list[Document]:
@@ -128,7 +145,7 @@ def make_prompts(
         start: a token that each prompt begins with, or `None`.
 
     Raises:
-        UsageError: the length has no room for the question.
+        NoRoom: the length has no room for the question.
         ModelError: the tokenizer loses the needle.
     """
     prompts: list[Prompt] = []
@@ -140,16 +157,23 @@ def make_prompts(
     return prompts
 
 
-def check_lengths(settings: EvaluationSettings, tokenizer: Any) -> None:
-    """Refuse lengths that have no room for a question, before any text is read.
+def misfits(task: str, settings: EvaluationSettings, tokenizer: Any) -> list[Misfit]:
+    """The lengths that have no room for a question, seen before any text is read; the first prompt shows it.
 
-    Raises:
-        UsageError: one of them has none.
+    Args:
+        task: its name.
+        settings: `niah_lengths`, `bos` and `seed` are read.
+        tokenizer: the model's.
     """
     start = prompt_start(tokenizer, settings.bos)
-    for length in settings.niah_lengths:
+    found: list[Misfit] = []
+    for length in dict.fromkeys(settings.niah_lengths):
         key = random_key(_chance(settings.seed, length, 0))
-        _bare(Needle(key, "1" * DIGITS, "number"), 0.0, length, tokenizer, start, " ")
+        try:
+            _bare(Needle(key, "1" * DIGITS, "number"), 0.0, length, tokenizer, start, " ")
+        except NoRoom as error:
+            found.append(Misfit(task, length, error.needed))
+    return found
 
 
 def measure_niah(
@@ -162,7 +186,7 @@ def measure_niah(
     task: str = "niah",
     joiner: str = " ",
 ) -> list[Score]:
-    """The share of needles recalled exactly, for each length.
+    """The share of needles recalled exactly, for each length that has room for the question.
 
     Args:
         documents: the running text.
@@ -172,14 +196,22 @@ def measure_niah(
         reporter: progress goes here.
         task: what the scores are called.
         joiner: what stands between two sentences.
+
+    Returns:
+        One score a length. Where another length had no room for the question, their notes say so.
     """
     tokenizer = loaded.tokenizer
     haystack = Haystack(documents, tokenizer, joiner)
     start = prompt_start(tokenizer, settings.bos)
     samples = settings.limit or settings.niah_samples
     scores: list[Score] = []
+    left_out: list[Misfit] = []
     for length in dict.fromkeys(settings.niah_lengths):
-        prompts = make_prompts(haystack, tokenizer, length=length, samples=samples, seed=settings.seed, start=start)
+        try:
+            prompts = make_prompts(haystack, tokenizer, length=length, samples=samples, seed=settings.seed, start=start)
+        except NoRoom as error:
+            left_out.append(Misfit(task, length, error.needed))
+            continue
         answers = score(
             loaded,
             [Request(prompt.tokens + prompt.answer, len(prompt.answer)) for prompt in prompts],
@@ -206,7 +238,12 @@ def measure_niah(
                 counts={"tokens": sum(len(prompt.tokens) + len(prompt.answer) for prompt in prompts)},
             )
         )
-    return scores
+    if not left_out:
+        return scores
+    said = say(left_out)
+    if not scores:
+        reporter.warn(f"{task} {said}")
+    return [replace(score, notes=(said,)) for score in scores]
 
 
 def _chance(seed: int, length: int, sample: int) -> random.Random:
@@ -215,14 +252,11 @@ def _chance(seed: int, length: int, sample: int) -> random.Random:
 
 
 def _bare(needle: Needle, depth: float, length: int, tokenizer: Any, start: int | None, joiner: str) -> int:
-    """Tokens of a prompt with its answer, without any haystack."""
+    """Tokens of a prompt with its answer, without any haystack; raises `NoRoom` where they are more than the length."""
     bare = _prompt([], needle, depth, tokenizer, start, joiner)
     spent = len(bare.tokens) + len(bare.answer)
     if spent > length:
-        raise UsageError(
-            f"a NIAH prompt takes {spent} tokens without any haystack, more than the length {length}",
-            "give longer lengths",
-        )
+        raise NoRoom(spent, length)
     return spent
 
 

@@ -1,9 +1,9 @@
 """What an evaluation found: scores with their settings, comparable only where the settings are alike, as JSON."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from lapcli.errors import ArtifactError, UsageError
 from lapcli.evaluation.estimates import Estimate, Gap, gap
@@ -124,6 +124,19 @@ class Row:
         return next((score.higher_is_better for score in self.scores if score is not None), None)
 
 
+class Measured(Protocol):
+    """Whatever can tell what was measured before."""
+
+    def measured(
+        self, digest: str | None, tokenizer: str | None, dtype: str, kernel: str, requests: Collection[str]
+    ) -> ModelScores | None:
+        """The scores of a model with those weights and that tokenizer, run in that way, that answer those requests.
+
+        `None` where there are none.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The scores of one or more models; the first is the base of the differences.
@@ -156,13 +169,17 @@ class Evaluation:
             differences.append(difference)
         return Row(*key, scores=tuple(scores), differences=tuple(differences), refusals=tuple(refusals))
 
-    def measured(self, digest: str | None, tokenizer: str | None, dtype: str, kernel: str) -> ModelScores | None:
-        """The scores of a model with those weights and that tokenizer, run in that way."""
+    def measured(
+        self, digest: str | None, tokenizer: str | None, dtype: str, kernel: str, requests: Collection[str]
+    ) -> ModelScores | None:
+        """As `Measured.measured`."""
         wanted = (digest, tokenizer, dtype, kernel)
         of_models = (model for model in self.models if digest is not None)
-        return next(
+        found = next(
             (model for model in of_models if (model.digest, model.tokenizer, model.dtype, model.kernel) == wanted), None
         )
+        scores = () if found is None else tuple(score for score in found.scores if score.request in requests)
+        return replace(found, scores=scores) if found is not None and scores else None
 
     def merged_with(self, older: "Evaluation") -> "tuple[Evaluation, bool]":
         """These scores, and from an older evaluation those of other tasks, lengths and models.

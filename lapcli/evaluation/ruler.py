@@ -20,6 +20,7 @@ import torch
 from lapcli.errors import ModelError
 from lapcli.evaluation.decoding import Writing, stop_tokens, write_greedily
 from lapcli.evaluation.estimates import accuracy, mean
+from lapcli.evaluation.misfit import Misfit, say
 from lapcli.evaluation.results import Score
 from lapcli.evaluation.ruler_texts import RULER_TASKS, Material, RulerTask, RulerText
 from lapcli.evaluation.scoring import LoadedModel
@@ -43,20 +44,6 @@ class RulerPrompt(NamedTuple):
 
     tokens: list[int]
     text: RulerText
-
-
-class Misfit(NamedTuple):
-    """A task that a length has no room for.
-
-    Attributes:
-        task: its name.
-        length: in tokens.
-        needed: tokens that it takes at least, those that are written among them.
-    """
-
-    task: str
-    length: int
-    needed: int
 
 
 def make_prompts(
@@ -150,13 +137,6 @@ def misfits(
             if (needed := _spent(first, task)) > length:
                 found.setdefault(name, []).append(Misfit(name, length, needed))
     return found
-
-
-def say(misfits: Sequence[Misfit]) -> str:
-    """What there is to say of the lengths that have no room for one task, to follow its name."""
-    lengths = ", ".join(str(misfit.length) for misfit in misfits)
-    needed = max(misfit.needed for misfit in misfits)
-    return f"takes {needed} tokens at least: not measured at {lengths}"
 
 
 def measure_ruler(

@@ -20,7 +20,7 @@ from lapcli.evaluation.local_data import LOCAL_TASKS, read_documents
 from lapcli.evaluation.niah import measure_niah, noise_documents
 from lapcli.evaluation.perplexity import measure_perplexity
 from lapcli.evaluation.request import request_digest
-from lapcli.evaluation.results import Evaluation, ModelScores, Score
+from lapcli.evaluation.results import Evaluation, Measured, ModelScores, Score
 from lapcli.evaluation.ruler import measure_ruler
 from lapcli.evaluation.ruler_texts import Material
 from lapcli.evaluation.scoring import LoadedModel
@@ -48,6 +48,8 @@ class EvaluationPlan:
         max_length: tokens of a window.
         requests: for each model's label the digest of each task's request, by name.
         known: for each model's label the scores that are there already, by request.
+        measured: by label what is there of a model, where there is anything.
+        lengths: for tasks and groups that are measured at several, those that were asked for, by name.
         left_out: for each model's label the tasks that none of the lengths has room for.
         remarks: what there is to say of lengths.
         fetched: the tasks whose data is looked for on the hub or in its cache, once `read_local_data` has told.
@@ -58,6 +60,8 @@ class EvaluationPlan:
     max_length: int
     requests: Mapping[str, Mapping[str, str]]
     known: Mapping[str, Mapping[str, tuple[Score, ...]]]
+    measured: Mapping[str, ModelScores] = field(default_factory=dict)
+    lengths: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     left_out: Mapping[str, frozenset[str]] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     fetched: tuple[str, ...] = ()
@@ -87,7 +91,7 @@ def plan_evaluation(
     device: torch.device | str,
     dtype: torch.dtype,
     kernel: str,
-    earlier: Evaluation | None = None,
+    earlier: Measured | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> EvaluationPlan:
@@ -114,16 +118,21 @@ def plan_evaluation(
     }
     requests = {label: by_tokenizer[source.tokenizer_digest] for label, source in models}
     known: dict[str, dict[str, tuple[Score, ...]]] = {}
+    measured: dict[str, ModelScores] = {}
     for label, source in models:
-        found = _found(earlier, source, dtype, kernel)
-        scores = found.scores if found else ()
+        wanted = (source.digest, source.tokenizer_digest, _name_of(dtype), kernel, set(requests[label].values()))
+        there = None if earlier is None else earlier.measured(*wanted)
+        if there is not None:
+            measured[label] = there
+        scores = there.scores if there else ()
         known[label] = {
             request: tuple(score for score in scores if score.request == request)
             for request in requests[label].values()
             if any(score.request == request for score in scores)
         }
     groups = tuple(info for info in asked if info.kind == "group")
-    plan = EvaluationPlan(tuple(infos), groups, max_length, requests, known)
+    lengths = {info.name: each for info in (*infos, *groups) if (each := _lengths(info, settings))}
+    plan = EvaluationPlan(tuple(infos), groups, max_length, requests, known, measured, lengths)
     _check_names(plan.to_measure())
     for _label, source in models:
         assert source.headers  # raises where the weights are damaged or do not fit the config
@@ -168,7 +177,7 @@ def evaluate(
     kernel: str = "auto",
     require_fast: bool = False,
     trust_remote_code: bool = False,
-    earlier: Evaluation | None = None,
+    earlier: Measured | None = None,
     keep: Callable[[Evaluation], None] | None = None,
     reporter: Reporter | None = None,
 ) -> Evaluation:
@@ -186,7 +195,7 @@ def evaluate(
         kernel: which implementation of the recurrence runs.
         require_fast: whether it is an error when no kernel made for a GPU runs.
         trust_remote_code: whether code in a model's directory may run.
-        earlier: scores in it of the same model and request are taken from there.
+        earlier: its scores of the same model and request are taken from there.
         keep: called with what there is after each task of each model.
         reporter: progress and remarks.
 
@@ -211,10 +220,8 @@ def evaluate(
         scores = dict(plan.known[label])
         missing = plan.missing(label)
         if not missing:
-            found = _found(earlier, source, dtype, kernel)
-            assert found is not None
             ordered = _in_order(plan, label, scores)
-            measured.append(replace(found, label=label, name=source.name, scores=ordered))
+            measured.append(replace(plan.measured[label], label=label, name=source.name, scores=ordered))
             continue
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         model = load_model(source, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code)
@@ -336,8 +343,13 @@ def _check_names(infos: Sequence[TaskInfo]) -> None:
     check_packages(infos)
 
 
-def _found(earlier: Evaluation | None, source: "ModelSource", dtype: torch.dtype, kernel: str) -> ModelScores | None:
-    return earlier.measured(source.digest, source.tokenizer_digest, _name_of(dtype), kernel) if earlier else None
+def _lengths(info: TaskInfo, settings: EvaluationSettings) -> tuple[int, ...]:
+    """The lengths that a task, or all members of a group, are measured at; none where a task has no lengths."""
+    kinds = {part.kind for part in expand([info])}
+    return {
+        frozenset({"niah"}): settings.niah_lengths,
+        frozenset({"ruler"}): settings.ruler_lengths or (),
+    }.get(frozenset(kinds), ())
 
 
 def _in_order(plan: EvaluationPlan, label: str, scores: Mapping[str, tuple[Score, ...]]) -> tuple[Score, ...]:

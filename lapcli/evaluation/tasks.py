@@ -226,7 +226,8 @@ TEXT_TASK = TaskInfo(
 def parse_tasks(names: Sequence[str]) -> list[TaskInfo]:
     """Look up task names; a name that is neither ours nor `text:PATH` is taken for one of lm-eval's.
 
-    Those are checked by `harness.check_names`, which needs lm-eval.
+    Those are checked by `names.check_spelling`, as far as that can be done at once, and by `harness.check_names`, which
+    needs lm-eval.
 
     Args:
         names: as typed; repeated names are taken once.
@@ -258,13 +259,34 @@ def unknown_task(name: str, known: Sequence[str] = ()) -> UsageError:
         name: as typed.
         known: lm-eval's names, where they are known.
     """
+    return unknown_tasks([name], known)
+
+
+def unknown_tasks(names: Sequence[str], known: Sequence[str] = ()) -> UsageError:
+    """The error for names that nobody knows, each with the nearest that somebody does.
+
+    Args:
+        names: as typed, one or more.
+        known: lm-eval's names, where they are known.
+    """
+    near = {name: _nearest(name, known) for name in names}
+    if len(names) == 1:
+        message, hints = f"no task is called {names[0]!r}", [f"did you mean {each}?" for each in near.values() if each]
+    else:
+        message = f"no tasks are called {', '.join(map(repr, names))}"
+        hints = [f"{name!r}: did you mean {each}?" for name, each in near.items() if each]
+    if not all(near.values()):
+        hints.append(f"tasks: {', '.join([*TASKS, TEXT_TASK.name])}, or any lm-eval task")
+    return UsageError(message, " ".join(hints))
+
+
+def _nearest(name: str, known: Sequence[str]) -> str | None:
     ours = [*TASKS, TEXT_TASK.name]
     # Ours first: among lm-eval's thousands something is always near.
     near = difflib.get_close_matches(name, ours, n=1, cutoff=0.7) or difflib.get_close_matches(
         name, list(known), n=1, cutoff=0.5
     )
-    hint = f"did you mean {near[0]}?" if near else f"tasks: {', '.join(ours)}, or any lm-eval task"
-    return UsageError(f"no task is called {name!r}", hint)
+    return near[0] if near else None
 
 
 def _parse(name: str) -> TaskInfo:

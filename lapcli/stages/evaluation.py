@@ -14,7 +14,14 @@ from lapcli.families.registry import find_family
 from lapcli.families.source import ModelSource, resolve_model
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter
-from lapcli.stages.evaluation_file import read_evaluation, set_aside, write_evaluation
+from lapcli.stages.evaluation_file import (
+    KeptScores,
+    previous,
+    read_evaluation,
+    set_aside,
+    what_left,
+    write_evaluation,
+)
 from lapcli.stages.lineage import altered
 
 
@@ -42,7 +49,7 @@ def plan_stage(
     """Refuse what can be known to fail, and say what there is to measure.
 
     Args:
-        output: the evaluation's file, which may hold some of it.
+        output: the evaluation's file; it, or what lies beside it, may hold some of it.
         models: label and source of each.
         tasks: task names.
         settings: what the numbers depend on.
@@ -60,7 +67,7 @@ def plan_stage(
         machine.check(source.config, () if family is None else family.layers(source.config))
     plan = plan_evaluation(
         models, tasks, settings, options,
-        earlier=None if overwrite else read_evaluation(output), **_where(machine, models),
+        earlier=None if overwrite else KeptScores(output, read_evaluation(output)), **_where(machine, models),
     )  # fmt: skip
     return replace(plan, fetched=read_local_data(plan, settings, options)) if dry_run else plan
 
@@ -78,9 +85,11 @@ def evaluate_into(
 ) -> tuple[Evaluation, bool]:
     """Measure models on tasks and write the result beside what was measured before.
 
-    What is there already is not measured again. The file is written after each task of each model, so that a run that
-    is stopped loses one task at most. Where scores of an older evaluation do not belong beside these (another base,
-    other versions of torch and so on), a copy of it stays as `evaluation.previous.json`.
+    What was measured once is not measured again: all of it is kept in `evaluations/`, a file for each model, task and
+    settings. The file is written after each task of each model, so that a run that is stopped loses one task at most.
+    It shows what was asked for last of each task; what leaves it is said. Where scores of an older evaluation do not
+    belong beside these at all (another base, other versions of torch and so on), a copy of it stays as
+    `evaluation.previous.json` too.
 
     Args:
         output: the JSON file to write.
@@ -104,30 +113,51 @@ def evaluate_into(
                 f"{source.name} is no longer as lapcli wrote it: other weights or another config are measured; "
                 "`lapcli prune` and `lapcli recover` mend what they made"
             )
-    beside = _there(output, overwrite, reporter)
-    earlier = None if overwrite else beside
-    worked = False
+    before = beside = _there(output, overwrite, reporter)
+    kept = KeptScores(output, before)
+    worked = copied = False
 
-    def keep(found: Evaluation) -> None:
-        nonlocal beside, worked
-        worked = True
+    def show(found: Evaluation) -> None:
+        nonlocal beside, copied
         merged, whole = (found, True) if beside is None else found.merged_with(beside)
+        if beside is not None and _by_label(merged) == _by_label(beside):
+            return
+        if beside is not None:
+            # Scores may be there that an older lapcli measured, or that a sweep shared.
+            kept.store(beside)
         if not whole:
-            set_aside(output, reporter)
+            set_aside(output)
+            copied = True
         beside = merged
         write_evaluation(merged, output)
 
-    evaluation = evaluate(
-        models,
-        tasks,
-        settings,
-        options=options,
-        earlier=earlier,
-        keep=keep,
-        reporter=reporter,
-        require_fast=machine.require_fast,
-        **_where(machine, models),
-    )
+    def keep(found: Evaluation) -> None:
+        nonlocal worked
+        worked = True
+        kept.store(found, anew=overwrite)
+        show(found)
+
+    try:
+        evaluation = evaluate(
+            models,
+            tasks,
+            settings,
+            options=options,
+            earlier=None if overwrite else kept,
+            keep=keep,
+            reporter=reporter,
+            require_fast=machine.require_fast,
+            **_where(machine, models),
+        )
+        # What was measured long ago may have been out of sight.
+        show(evaluation)
+    finally:
+        left = what_left(before, beside) if before and beside else []
+        if left:
+            also = f" (and as they stood in {previous(output)})" if copied else ""
+            reporter.notice(
+                f"{output} shows what was asked for last, no longer {'; '.join(left)}: kept in {kept.folder}{also}"
+            )
     return evaluation, worked
 
 
@@ -153,7 +183,7 @@ def help_evaluate(
         tasks,
         settings,
         options=options,
-        earlier=None if overwrite else read_evaluation(output),
+        earlier=None if overwrite else KeptScores(output, read_evaluation(output)),
         require_fast=machine.require_fast,
         **_where(machine, models),
     )
@@ -169,6 +199,12 @@ def _where(machine: Machine, models: Sequence[tuple[str, ModelSource]]) -> dict[
     }
 
 
+def _by_label(evaluation: Evaluation) -> dict[str, Any]:
+    """What an evaluation says, in whatever order its models are."""
+    document = evaluation.to_json()
+    return {"versions": document["versions"], **{model["label"]: model for model in document["models"]}}
+
+
 def _there(output: Path, overwrite: bool, reporter: Reporter) -> Evaluation | None:
     """The evaluation that is there; a damaged one gives way when told, and a copy of it stays."""
     try:
@@ -176,5 +212,6 @@ def _there(output: Path, overwrite: bool, reporter: Reporter) -> Evaluation | No
     except ArtifactError:
         if not overwrite:
             raise
-        set_aside(output, reporter)
+        set_aside(output)
+        reporter.notice(f"{output} is damaged and is written anew; a copy of it is {previous(output)}")
         return None

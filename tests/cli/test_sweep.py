@@ -107,7 +107,7 @@ def test_a_slip_in_the_name_of_a_recipe(lapcli):
         (["--method", "drqr"], 2, "drrqr"),
         (["--ratio", "50"], 2, "0.5"),
         (["--ratio", "0.5", "--keep", "8"], 2, "ratio"),
-        (["--seed", "0,x"], 2, "--seed '0,x' is no list of whole numbers"),
+        (["--seed", "0,x"], 2, "--seed '0,x' is no list of whole numbers seeds, for example 0,1,2"),
         (["--score-from", "both,values"], 2, "--score-from"),
         (["--samples", "0"], 2, "samples"),
         (["--jobs", "0"], 2, "--jobs 0: give at least 1"),

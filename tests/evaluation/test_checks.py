@@ -176,3 +176,19 @@ def test_a_group_without_a_mean_fails_its_check():
     """RULER's tasks at lengths that have no room for one of them: there is no mean, and no metric was misspelt."""
     found = failures(evaluation(1.0), [parse_check("ruler.mean < 0.5")])
     assert found == ["ruler.mean < 0.5: there is no score to check"]
+
+
+@pytest.mark.parametrize("text", ["builtin.ppl > -1x", "builtin.ppl < -0.5x"])
+def test_a_negative_factor_is_refused(text):
+    with pytest.raises(UsageError, match="no factor of a base's value"):
+        parse_check(text)
+    assert parse_check(text.removesuffix("x")).value < 0, "a plain number may be negative"
+
+
+def test_a_length_that_was_asked_for_and_not_measured_fails():
+    check = [parse_check("wikitext.word_perplexity > 9")]
+    found = evaluation(1.0, 2.0, lengths=(256, 512))
+    assert failures(found, check, {"wikitext": (256, 512), "builtin": (64,)}) == []
+    assert failures(found, check, {"wikitext": (64, 256, 64, 512)}) == [
+        f"{check[0].text}: there is no score to check at 64"
+    ]

@@ -258,6 +258,8 @@ def test_unknown_names_are_refused_before_any_work(monkeypatch):
     with pytest.raises(UsageError, match="arc_esay") as caught:
         check_names(["wikitext", "arc_esay"])
     assert "arc_easy" in str(caught.value)
+    with pytest.raises(UsageError, match="'arc_esay', 'lamdba'"):
+        check_names(["arc_esay", "wikitext", "lamdba"])
 
 
 def test_without_lm_eval_the_remedy_is_named(monkeypatch):

@@ -147,6 +147,14 @@ def test_a_model_that_copies_recalls_all(model_of_logits):
     assert all(score.estimate.n == 6 and score.higher_is_better for score in scores)
 
 
+def test_a_length_without_room_is_left_out_and_noted(model_of_logits):
+    (found,) = measure(model_of_logits(copying), niah_lengths=(64, 400, 32))
+    assert found.length == 400
+    (note,) = found.notes
+    assert re.fullmatch(r"takes \d+ tokens at least: not measured at 64, 32", note)
+    assert measure(model_of_logits(copying), niah_lengths=(64,)) == []
+
+
 def test_one_wrong_digit_is_a_miss(model_of_logits):
     def nearly(ids):
         logits = copying(ids)

@@ -464,6 +464,28 @@ def test_lengths_without_room_are_found_before_a_model_is_loaded(tiny_folder):
     assert "--ruler-lengths" in str(caught.value)
 
 
+def test_needles_are_left_out_as_rulers_tasks_are(tiny_folder):
+    reporter = SilentReporter()
+    plan = plan_of(tiny_folder, ["niah", "niah_noise"], reporter, niah_lengths=(64, 64, 400))
+    assert [info.name for info in plan.missing("model")] == ["niah", "niah_noise"]
+    assert [text.partition(" takes ")[0] for text in reporter.warnings] == ["niah", "niah_noise"]
+    assert all(text.endswith(" tokens at least: not measured at 64") for text in reporter.warnings)
+    assert plan.lengths == {"niah": (64, 64, 400), "niah_noise": (64, 64, 400)}
+    plan = plan_of(tiny_folder, ["niah", "builtin"], niah_lengths=(64, 32))
+    assert [info.name for info in plan.missing("model")] == ["builtin"]
+    with pytest.raises(UsageError, match="niah takes") as caught:
+        plan_of(tiny_folder, ["niah"], niah_lengths=(64, 32))
+    assert caught.value.hint == "give longer --niah-lengths"
+    with pytest.raises(UsageError, match=r"niah takes .*; ruler_vt takes") as caught:
+        plan_of(tiny_folder, ["ruler_vt", "niah"], niah_lengths=(64,), ruler_lengths=(700,))
+    assert caught.value.hint == "give longer --niah-lengths and --ruler-lengths"
+
+
+def test_groups_have_the_lengths_of_their_members(tiny_folder):
+    plan = plan_of(tiny_folder, ["ruler", "builtin"], ruler_lengths=(700, 2500))
+    assert plan.lengths == dict.fromkeys(("ruler", *RULER_TASKS), (700, 2500))
+
+
 def test_lengths_are_those_that_the_model_takes():
     def lengths(*configs, **settings):
         return resolve_ruler_lengths(EvaluationSettings(**settings), configs).ruler_lengths

@@ -4,8 +4,9 @@ import sys
 import pytest
 
 from lapcli.errors import DataError, UsageError
+from lapcli.evaluation.names import check_spelling
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
-from lapcli.evaluation.tasks import TASKS, parse_tasks, unknown_task
+from lapcli.evaluation.tasks import TASKS, parse_tasks, unknown_task, unknown_tasks
 
 
 def test_registry_names_agree():
@@ -76,3 +77,47 @@ def test_options_that_cannot_be_met(tmp_path):
 def test_the_list_of_tasks_needs_no_torch():
     code = "import sys, lapcli.evaluation.tasks; sys.exit('torch' in sys.modules or 'lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_all_unknown_names_are_named_each_with_its_nearest():
+    error = unknown_tasks(["lamdba", "arc_esay", "zzzzzz"], ["arc_easy", "arc_challenge"])
+    assert "'lamdba', 'arc_esay', 'zzzzzz'" in error.message
+    assert "'lamdba': did you mean lambada? 'arc_esay': did you mean arc_easy? tasks: builtin," in str(error)
+
+
+@pytest.fixture
+def definitions(tmp_path, monkeypatch):
+    """A package in the shape of lm-eval's definitions: one name spelled, one group whose members are put together."""
+    folder = tmp_path / "lm_eval" / "tasks" / "arc"
+    folder.mkdir(parents=True)
+    (tmp_path / "lm_eval" / "__init__.py").write_text("raise AssertionError('it was imported')")
+    (folder / "arc_easy.yaml").write_text("tag:\n  - ai2_arc\ntask: arc_easy\n")
+    (folder / "_default.yaml").write_text("group: many\ntask:\n  - task: 'many_all'\nsubjects: [law, trade]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
+
+
+@pytest.mark.usefixtures("definitions")
+def test_names_that_nobody_can_know_are_refused_without_lm_eval():
+    check_spelling(parse_tasks(["niah", "arc_easy", "many", "many_all", "many_law"]))
+    with pytest.raises(UsageError, match="'nihh', 'arc_esay'") as caught:
+        check_spelling(parse_tasks(["nihh", "builtin", "arc_esay", "arc_easy"]))
+    assert "'nihh': did you mean niah? 'arc_esay': did you mean arc_easy?" in str(caught.value)
+    # What may be put together of parts that are there is for lm-eval to say, of all names.
+    check_spelling(parse_tasks(["nihh", "many_trade"]))
+
+
+def test_an_unknown_name_is_refused_before_anything_heavy_is_imported():
+    code = """
+import sys
+from lapcli.cli.app import main
+sys.argv = ["lapcli", "eval", "nihh", "bultin", "--model", "demo:gdn"]
+try:
+    main()
+except SystemExit as ended:
+    assert ended.code == 2, ended.code
+assert not {"torch", "transformers", "lm_eval"} & set(sys.modules)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "'nihh', 'bultin'" in ended.stderr

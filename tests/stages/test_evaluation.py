@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -31,12 +32,11 @@ def folders(tmp_path_factory):
 def measure(folders, tmp_path):
     """Measure two of the models into one file; gives the scores and whether anything ran."""
 
-    def run(*tasks, models=(("base", 0), ("sliced", 1)), settings=SETTINGS, options=NO_OPTIONS, **more):
+    def run(*tasks, models=(("base", 0), ("sliced", 1)), settings=SETTINGS, options=NO_OPTIONS, reporter=None, **more):
         chosen = [(label, resolve_model(str(folders[number]))) for label, number in models]
         output = tmp_path / "evaluation.json"
-        return evaluate_into(
-            output, chosen, tasks, settings, options=options, machine=CPU, reporter=SilentReporter(), **more
-        )
+        reporter = reporter or SilentReporter()
+        return evaluate_into(output, chosen, tasks, settings, options=options, machine=CPU, reporter=reporter, **more)
 
     return run
 
@@ -272,3 +272,127 @@ def test_another_tokenizer_is_another_request(folders, tmp_path):
     assert stored is not None
     assert {score.task for score in stored.models[0].scores} == {"builtin"}, "the rest is of the other tokenizer"
     assert (tmp_path / "evaluation.previous.json").exists()
+
+
+def limited(limit):
+    return EvaluationSettings(max_length=64, limit=limit, niah_lengths=(400,))
+
+
+def of_the_view(reporter):
+    return [notice for notice in reporter.notices if "evaluation.json" in notice]
+
+
+def samples(evaluation):
+    return [score.settings["samples"] for model in evaluation.models for score in model.scores if score.task == "niah"]
+
+
+def test_going_back_to_other_settings_is_no_work_and_is_said(measure, no_model, tmp_path):
+    output, reporter = tmp_path / "evaluation.json", SilentReporter()
+    first, _ = measure("builtin", "niah", settings=limited(3))
+    shown = output.read_bytes()
+    measure("niah", settings=limited(2), reporter=reporter)
+    (notice,) = of_the_view(reporter)
+    assert "no longer niah of other settings" in notice
+    assert f"kept in {tmp_path / 'evaluations'}" in notice
+    assert samples(read_evaluation(output)) == [2, 2]
+    assert not (tmp_path / "evaluation.previous.json").exists()
+    no_model()
+    assert samples(measure("niah", settings=limited(2))[0]) == [2, 2]
+    again, worked = measure("niah", "builtin", settings=limited(3))
+    assert not worked
+    assert samples(again) == [3, 3]
+    assert output.read_bytes() == shown, "the view follows what was asked for"
+    assert {score.key: score for score in again.models[1].scores} == {
+        score.key: score for score in first.models[1].scores
+    }
+
+
+def test_what_an_older_lapcli_measured_is_kept_too(measure, no_model, tmp_path):
+    measure("niah", settings=limited(3))
+    shutil.rmtree(tmp_path / "evaluations")
+    measure("niah", settings=limited(2))
+    no_model()
+    assert samples(measure("niah", settings=limited(3))[0]) == [3, 3]
+
+
+def test_a_view_that_was_deleted_comes_back(measure, no_model, tmp_path):
+    measure("builtin")
+    shown = (tmp_path / "evaluation.json").read_bytes()
+    (tmp_path / "evaluation.json").unlink()
+    no_model()
+    assert not measure("builtin")[1]
+    assert (tmp_path / "evaluation.json").read_bytes() == shown
+
+
+def test_another_model_of_the_same_label_evicts_nothing(measure, no_model, tmp_path):
+    reporter = SilentReporter()
+    first, _ = measure("builtin", models=[("model", 0)], reporter=reporter)
+    assert not of_the_view(reporter)
+    measure("builtin", models=[("model", 1)], reporter=reporter)
+    (notice,) = of_the_view(reporter)
+    assert f"no longer model ({first.models[0].name})" in notice
+    assert "no more" not in notice
+    no_model()
+    again, worked = measure("builtin", models=[("model", 0)])
+    assert not worked
+    assert again.models[0].scores == first.models[0].scores
+    stored = read_evaluation(tmp_path / "evaluation.json")
+    assert stored is not None
+    assert stored.models[0].digest == first.models[0].digest
+    # Under another label it is the same model.
+    assert not measure("builtin", models=[("base", 1), ("model", 0)])[1]
+
+
+def test_a_model_made_anew_as_it_was_finds_its_scores(measure, no_model, tmp_path):
+    measure("builtin")
+    shutil.rmtree(tmp_path / "evaluations")
+    forget_stale(tmp_path / "evaluation.json", "sliced", "another digest", SilentReporter())
+    no_model()
+    assert not measure("builtin")[1]
+
+
+def test_measuring_anew_replaces_what_is_kept(measure, no_model, monkeypatch, tmp_path):
+    from lapcli.evaluation import run
+
+    measure("builtin")
+    whole = run.measure_perplexity
+
+    def other(*args, **more):
+        return [replace(score, counts={"tokens": 7}) for score in whole(*args, **more)]
+
+    monkeypatch.setattr(run, "measure_perplexity", other)
+    assert measure("builtin", overwrite=True)[1]
+    (tmp_path / "evaluation.json").unlink()
+    no_model()
+    found, _ = measure("builtin")
+    assert {score.counts["tokens"] for model in found.models for score in model.scores} == {7}
+
+
+def test_a_kept_score_that_is_damaged_is_named(measure, tmp_path):
+    measure("builtin", models=[("base", 0)])
+    measure("builtin", models=[("base", 1)])
+    (tmp_path / "evaluation.json").unlink()
+    one, other = sorted((tmp_path / "evaluations").iterdir())
+    one.write_bytes(other.read_bytes())
+    models = [("base", 0), ("sliced", 1)]
+    with pytest.raises(ArtifactError, match=rf"{one.name} holds other scores"):
+        measure("builtin", models=models)
+    one.write_text("{")
+    with pytest.raises(ArtifactError, match=rf"{one.name} is no JSON"):
+        measure("builtin", models=models)
+    assert measure("builtin", models=models, overwrite=True)[1]
+    assert not measure("builtin", models=models)[1]
+
+
+def test_other_versions_are_named(measure, monkeypatch):
+    from lapcli.evaluation import run
+
+    reporter, now = SilentReporter(), run.versions("cpu")
+    measure("builtin")
+    monkeypatch.setattr(run, "versions", lambda _device: {**now, "torch": "0.0"})
+    assert measure("builtin", reporter=reporter)[1]
+    (notice,) = of_the_view(reporter)
+    assert f"all scores of other versions (torch {now['torch']})" in notice
+    assert "evaluation.previous.json" in notice
+    monkeypatch.undo()
+    assert not measure("builtin")[1]
