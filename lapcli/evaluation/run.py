@@ -17,6 +17,7 @@ from lapcli.evaluation.groups import group_scores
 from lapcli.evaluation.harness import check_names, check_packages, lies_here, load_task, measure_harness, no_copy
 from lapcli.evaluation.lengths import Asked, look_at_lengths, resolve_max_length, resolve_ruler_lengths
 from lapcli.evaluation.local_data import LOCAL_TASKS, read_documents
+from lapcli.evaluation.names import check_spelling
 from lapcli.evaluation.niah import measure_niah, noise_documents
 from lapcli.evaluation.perplexity import measure_perplexity
 from lapcli.evaluation.request import request_digest
@@ -337,6 +338,7 @@ def versions(device: torch.device | str) -> dict[str, str]:
 
 
 def _check_names(infos: Sequence[TaskInfo]) -> None:
+    check_spelling(infos)  # spares lm-eval's index where names are certainly none
     names = [info.harness_name for info in infos if info.harness_name is not None]
     if names:
         check_names(names)
