@@ -54,6 +54,7 @@ from typing import Any, NamedTuple
 
 from dsla.arms import ARMS, CONVERSION, FRACTIONS, KEYS, NEEDLES, TASKS, TEACHER
 from dsla.tables import BEGIN, END, key_of, put, write
+from studies.arguments import names_of
 from studies.commands import Commands
 from studies.corpus import prepare as prepare_corpus
 from studies.lines import add_line, machine, read_lines
@@ -204,14 +205,6 @@ def _conversion(document: dict[str, Any], number: int) -> dict[str, Any]:
     }
 
 
-def _arms(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in ARMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(ARMS)}")
-    return names
-
-
 def _fractions(text: str) -> list[str]:
     from lapcli.errors import UsageError
     from lapcli.linearising.settings import layers_of
@@ -268,7 +261,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, required=True, help="JSON lines; one is added for each measured fraction"
     )
     parser.add_argument("--known", type=Path, action="append", default=[], help="more files whose lines count")
-    parser.add_argument("--arms", type=_arms, default=list(ARMS)[:6], help="names with commas, by priority")
+    parser.add_argument("--arms", type=names_of(ARMS), default=list(ARMS)[:6], help="names with commas, by priority")
     parser.add_argument("--fractions", type=_fractions, default=list(FRACTIONS), help="of the layers, with commas")
     parser.add_argument("--seeds", type=_numbers, default=[0], help="numbers with commas")
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS), help="with commas")

@@ -67,6 +67,7 @@ from query_feedback.shipping import ship
 from query_feedback.tables import BEGIN, END, put, write
 from query_feedback.throughput import Throughput
 from query_feedback.variants import LENGTHS, NEEDLES, PROMPTS, SHARES, TRAINED, VARIANTS, mixture
+from studies.arguments import names_of
 from studies.commands import Commands
 from studies.corpus import prepare as prepare_corpus
 from studies.lines import add_line, machine
@@ -221,22 +222,6 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in VARIANTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(VARIANTS)}")
-    return names
-
-
-def _arms(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in TRAINED]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(TRAINED)}")
-    return names
-
-
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -260,7 +245,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     shipped.add_argument("files", type=Path, nargs="+", help="JSON lines that hold its measurements")
     shipped.add_argument("--work", type=Path, required=True, help="of `run`")
     shipped.add_argument("--output", type=Path, required=True, help="the folder; demo:NAME goes by its name")
-    shipped.add_argument("--variant", type=_names, default=["qdelta"])
+    shipped.add_argument("--variant", type=names_of(VARIANTS), default=["qdelta"])
     shipped.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(None if arguments is None else list(arguments))
     if options.command == "prepare":
@@ -296,7 +281,7 @@ def _pieces(commands: Any, name: str, said: str) -> argparse.ArgumentParser:
 
 
 def _throughput(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variants", type=_names, default=list(VARIANTS), help="names with commas")
+    parser.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), help="names with commas")
     parser.add_argument("--prompts", type=_numbers, default=list(PROMPTS), help="their tokens, with commas")
     parser.add_argument("--batch", type=int, default=8, help="prompts side by side")
     parser.add_argument("--dtype", default="bfloat16")
@@ -320,7 +305,9 @@ def _training(parser: argparse.ArgumentParser, tokens: int) -> None:
 
 def _run(parser: argparse.ArgumentParser) -> None:
     _training(parser, 50_000_000)
-    parser.add_argument("--variants", type=_names, default=list(VARIANTS), help="names with commas, by priority")
+    parser.add_argument(
+        "--variants", type=names_of(VARIANTS), default=list(VARIANTS), help="names with commas, by priority"
+    )
     parser.add_argument("--compile", action="store_true", help="train compiled blocks")
     parser.add_argument("--validate-every", type=int, default=250)
     parser.add_argument("--save-every", type=int, default=250)
@@ -335,7 +322,7 @@ def _recover(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["drrqr", "grad"], help="selectors")
     parser.add_argument("--ratio", default="0.5", help="removed fraction of the key width")
     parser.add_argument(
-        "--arms", type=_arms, default=["control", "plain", "feedback"],
+        "--arms", type=names_of(TRAINED), default=["control", "plain", "feedback"],
         help=f"what becomes of a model, with commas: {', '.join(TRAINED)}",
     )  # fmt: skip
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step")
