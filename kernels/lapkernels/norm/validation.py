@@ -34,14 +34,11 @@ def check_gated(x: Tensor, up: Tensor | None) -> None:
     Raises:
         InvalidInput: saying what it is and what it should be.
     """
-    if up is not None:
-        check_tensor("x", x, tuple(x.shape), x.device)
-        check_tensor("up", up, tuple(x.shape), x.device)
-        check_last_axis("x", x)
-        check_last_axis("up", up)
-        if x.numel():
-            return
-    if x.ndim < 1 or not x.numel() or x.shape[-1] % 2:
-        raise InvalidInput(f"x has shape {list(x.shape)}; it should be [.., 2 F], gate and up side by side")
+    if x.ndim < 1 or not x.numel() or (up is None and x.shape[-1] % 2):
+        wanted = "[.., 2 F], gate and up side by side" if up is None else "[.., F] with something in it"
+        raise InvalidInput(f"x has shape {list(x.shape)}; it should be {wanted}")
     check_tensor("x", x, tuple(x.shape), x.device)
     check_last_axis("x", x)
+    if up is not None:
+        check_tensor("up", up, tuple(x.shape), x.device)
+        check_last_axis("up", up)
