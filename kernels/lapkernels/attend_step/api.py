@@ -1,37 +1,15 @@
 """The step's public function, and the choice of what computes it."""
 
-import torch
 from torch import Tensor
 
 from lapkernels.attend_step.reference import attend_step_reference
 from lapkernels.attend_step.validation import check_arguments
-from lapkernels.decoding.choice import kernel_or_reference, why_no_kernel
-from lapkernels.delta_rule.api import Choice
-from lapkernels.errors import KernelUnavailable
+from lapkernels.decoding.choice import KernelOrReference
 
-
-def why_not(impl: str, device: torch.device | str, dtype: torch.dtype) -> str | None:
-    """Say why an implementation asked for by name cannot run such a call; else `None`.
-
-    Args:
-        impl: its name.
-        device: where the tensors lie.
-        dtype: of the query.
-
-    Raises:
-        InvalidInput: `impl` is no implementation of the step.
-    """
-    return why_no_kernel("attend_step", "attention step", impl, device, dtype)
-
-
-def select_impl(device: torch.device | str, dtype: torch.dtype) -> Choice:
-    """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-    return kernel_or_reference(
-        device,
-        why_not("triton", device, dtype),
-        "reads each row's own tokens once",
-        "over all that a row has room for, in PyTorch",
-    )
+_CHOICE = KernelOrReference(
+    "attend_step", "attention step", "reads each row's own tokens once", "over all that a row has room for, in PyTorch"
+)
+why_not, select_impl = _CHOICE.why_not, _CHOICE.select_impl
 
 
 def attend_step(
@@ -83,12 +61,8 @@ def attend_step(
     and values that any row may take: PagedAttention (arXiv 2309.06180).
     """
     check_arguments(query, key, value, keys, values, pages, position, slots, window)
-    if impl == "auto":
-        impl = select_impl(query.device, query.dtype).name
-    elif (why := why_not(impl, query.device, query.dtype)) is not None:
-        raise KernelUnavailable(f"impl='{impl}' for the attention step: {why}")
     factor: float = query.shape[-1] ** -0.5 if scale is None else scale
-    if impl == "triton":
+    if _CHOICE.chosen(impl, query.device, query.dtype) == "triton":
         from lapkernels.attend_step.triton_attend import attend_step_triton
 
         return attend_step_triton(query, key, value, keys, values, pages, position, slots, factor, window)

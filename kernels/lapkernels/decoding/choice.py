@@ -12,52 +12,6 @@ from lapkernels.errors import InvalidInput, KernelUnavailable
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 
 
-def why_no_kernel(
-    operator: str, what: str, impl: str, device: torch.device | str, dtype: torch.dtype, limit: str | None = None
-) -> str | None:
-    """Say why an implementation asked for by name cannot run a call; else `None`.
-
-    Args:
-        operator: its name, by which verdicts know it.
-        what: the operator in words.
-        impl: the implementation's name.
-        device: where the tensors lie.
-        dtype: of the inputs.
-        limit: why the kernel does not take this very call, if so.
-
-    Raises:
-        InvalidInput: `impl` is none of `IMPLEMENTATIONS`.
-    """
-    if impl not in IMPLEMENTATIONS:
-        raise InvalidInput(f"impl is '{impl}'; the {what} has {', '.join(IMPLEMENTATIONS)}")
-    if impl != "triton":
-        return None
-    if dtype == torch.float64:
-        return "its kernel computes in fp32; fp64 inputs need impl='reference'"
-    if limit is not None:
-        return limit
-    if not kernels_can_run(torch.device(device)):
-        return (
-            "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before triton "
-            "is imported to test the kernel there"
-        )
-    return verdicts.why_wrong(operator, impl, torch.device(device))
-
-
-def kernel_or_reference(device: torch.device | str, why: str | None, kernel: str, reference: str) -> Choice:
-    """What `impl="auto"` runs, and why.
-
-    Args:
-        device: where the tensors lie.
-        why: why the kernel cannot run, or `None`.
-        kernel: why it is chosen where it can.
-        reference: how the reference does it, where the kernel cannot.
-    """
-    if torch.device(device).type == "cpu":
-        return Choice("reference", "on a CPU PyTorch is the faster way")
-    return Choice("triton", kernel) if why is None else Choice("reference", f"{reference}: {why}")
-
-
 @dataclass(frozen=True)
 class KernelOrReference:
     """The choice of one operator: its kernel, or its reference.
@@ -88,12 +42,27 @@ class KernelOrReference:
         Raises:
             InvalidInput: `impl` is no implementation of the operator.
         """
-        return why_no_kernel(self.operator, self.what, impl, device, dtype, limit)
+        if impl not in IMPLEMENTATIONS:
+            raise InvalidInput(f"impl is '{impl}'; the {self.what} has {', '.join(IMPLEMENTATIONS)}")
+        if impl != "triton":
+            return None
+        if dtype == torch.float64:
+            return "its kernel computes in fp32; fp64 inputs need impl='reference'"
+        if limit is not None:
+            return limit
+        if not kernels_can_run(torch.device(device)):
+            return (
+                "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before "
+                "triton is imported to test the kernel there"
+            )
+        return verdicts.why_wrong(self.operator, impl, torch.device(device))
 
     def select_impl(self, device: torch.device | str, dtype: torch.dtype, limit: str | None = None) -> Choice:
         """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
         why = self.why_not("triton", device, dtype, limit)
-        return kernel_or_reference(device, why, self.kernel, self.reference)
+        if torch.device(device).type == "cpu":
+            return Choice("reference", "on a CPU PyTorch is the faster way")
+        return Choice("triton", self.kernel) if why is None else Choice("reference", f"{self.reference}: {why}")
 
     def chosen(self, impl: str, device: torch.device, dtype: torch.dtype, limit: str | None = None) -> str:
         """What runs, `reference` or `triton`. Arguments as for `why_not`.
