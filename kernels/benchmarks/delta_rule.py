@@ -103,9 +103,9 @@ def implementations(
         return
     for tiles in (
         Tiles(128, 4, 2),
-        Tiles(128, 8, 2),
+        Tiles(128, 4, 2, q_late=True),
         Tiles(64, 4, 2),
-        Tiles(64, 8, 2),
+        Tiles(64, 4, 2, q_late=True),
     ):
         if tiles.value_block <= shape.value_width:
             yield "triton " + " ".join(map(str, tiles)), ours(tiles)

@@ -19,7 +19,10 @@ PARTS = {
         "t.check_norm(96, {dtype}); t.check_norm(16, torch.float16); t.check_zeros({dtype}); "
         "t.check_strong_decay({dtype}); t.check_repeated_keys({dtype})"
     ),
-    "tiles": "t.check_tiles(t.Tiles(16, 4, 1), {dtype}); t.check_tiles(t.Tiles(16, 4, 1), torch.float16)",
+    "tiles": (
+        "t.check_tiles(t.Tiles(16, 4, 1), {dtype}); t.check_tiles(t.Tiles(16, 4, 1), torch.float16); "
+        "t.check_tiles(t.Tiles(16, 4, 1, q_late=True), {dtype})"
+    ),
     "neighbours": "t.check_poisoned(torch.float32)",
 }
 

@@ -49,9 +49,11 @@ def test_value_widths(value_width, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("block", [16, 32, 64, 128], ids="BV{}".format)
-def test_tiles(block, dtype):
-    check_tiles(Tiles(block, 4, 2), dtype, "cuda")
+@pytest.mark.parametrize(
+    "tiles", [Tiles(block, 4, 2) for block in (16, 32, 64, 128)] + [Tiles(64, 4, 2, q_late=True)], ids=str
+)
+def test_tiles(tiles, dtype):
+    check_tiles(tiles, dtype, "cuda")
 
 
 @DTYPES

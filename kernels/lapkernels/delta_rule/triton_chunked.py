@@ -369,6 +369,19 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
 
 
 @triton.jit
+def _tile_now(base, step_stride, left, FIRST: tl.constexpr, N: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+              NOW: tl.constexpr):  # fmt: skip
+    """As `tile`; NOW: in no pipeline, which takes no load behind a condition. The condition always holds."""
+    if NOW:
+        found = tl.zeros([C, N], base.dtype.element_ty)
+        if left > 0:
+            found = tile(base, step_stride, left, FIRST, N, C, WIDTH)
+    else:
+        found = tile(base, step_stride, left, FIRST, N, C, WIDTH)
+    return found
+
+
+@triton.jit
 def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
          time, chunks,
          q_row, q_step: tl.constexpr, q_head, k_row, k_step: tl.constexpr, k_head,
@@ -377,10 +390,11 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
          H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
          BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
          PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
-         PRECISION: tl.constexpr):  # fmt: skip
+         Q_LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Of one sequence, value head and block of value channels: all its chunks, one after the other.
 
-    Steps' strides are constants, as a model's are, and need no registers.
+    Steps' strides are constants, as a model's are, and need no registers.  Q_LATE: load q for the chunk at hand alone,
+    which leaves shared memory for another program.
 
     initial, final: [sequences, HV, K, V].  bounds, chunk_starts: [sequences + 1], of steps and of chunks.  KEEP: write
     the state before each chunk to starts [M, HV, K, V] and U to updates [M, HV, C, V], for a backward pass.
@@ -438,7 +452,7 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
         by_write = tl.load(factor + 2 * C)
         k0 = tile(k, k_step, left, 0, BK0, C, K)
         x0 = tile(x, x_step, left, 0, BK0, C, K) if ERASE else k0
-        q0 = tile(q, q_step, left, 0, BK0, C, K)
+        q0 = _tile_now(q, q_step, left, 0, BK0, C, K, Q_LATE)
         value = tl.load(v + (steps[:, None] * v_step + columns[None, :]), mask=live, other=0.0)
         solved = tl.trans(tl.load(pair + C * C, mask=near <= far, other=0.0))
         reads = tl.load(pair, mask=near >= far, other=0.0)
@@ -449,7 +463,7 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
         if BK1 > 0:
             k1 = tile(k, k_step, left, BK0, BK1, C, K)
             x1 = tile(x, x_step, left, BK0, BK1, C, K) if ERASE else k1
-            q1 = tile(q, q_step, left, BK0, BK1, C, K)
+            q1 = _tile_now(q, q_step, left, BK0, BK1, C, K, Q_LATE)
             if KEEP:
                 tl.store(starts + at * K * V + at1, s1.to(starts.dtype.element_ty), mask=mask1)
             state1 = s1.to(dtype)

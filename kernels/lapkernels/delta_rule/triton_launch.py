@@ -23,11 +23,13 @@ class Tiles(NamedTuple):
         value_block: BV, channels of V that a program holds.
         warps: of a program.
         stages: of its loads.
+        q_late: whether q is loaded for the chunk at hand alone, which leaves shared memory for another program.
     """
 
     value_block: int
     warps: int
     stages: int
+    q_late: bool = False
 
 
 class Kept(NamedTuple):
@@ -77,8 +79,10 @@ def choose_tiles(key_width: int, value_width: int, dtype: torch.dtype, states: i
     # pairs once; they pay where the state fits its registers and there are enough of them for all multiprocessors.
     if key_width <= 64 and value_width >= 128 and states * -(-value_width // 128) >= 128:
         return Tiles(128, 4, 2)
-    # 64 even where V is less: compiled by triton 3.6, blocks of 32 ended in illegal accesses on an H200.
-    return Tiles(64, 4, 2)
+    # 64 even where V is less: compiled by triton 3.6, blocks of 32 ended in illegal accesses on an H200. Of 128
+    # channels two programs share a multiprocessor where q is in no pipeline: worth it where they queue.
+    shared = 96 < key_width <= 128 and states * -(-value_width // 64) > 2 * 132
+    return Tiles(64, 4, 2, q_late=shared)
 
 
 class Layout(NamedTuple):
@@ -204,7 +208,7 @@ def delta_rule_triton(
             time, layout.chunks,
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *output.stride()[:3], **shared,
             V=value_width, BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
-            FINAL=final_state,
+            FINAL=final_state, Q_LATE=tiles.q_late,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     everything = Kept(total, pairs, factors, kept, norms, starts, updates) if keep else None
