@@ -339,17 +339,21 @@ class Batch:
         room = min(engine.slots.free, self.most - len(self._active))
         budget = self.together if self.piece is None else min(self.together, self.piece)
         # Each row that is there may need another page of each layer before this one is through.
-        pages = engine.pages.free - engine.pages.growth
+        pages, blocks = engine.pages.free - engine.pages.growth, engine.pages.whole
         rows: list[Row] = []
         self._short = False
         for row in itertools.islice(self._waiting, max(0, room)):
             tokens = len(row.sequence)
             budget -= tokens
             # With the token that comes next; a row of full length gets none.
+            states = engine.blocks_of(row.configuration)
             self._short = engine.pages_of(min(tokens + 1, engine.max_length), row.configuration) > pages
+            # States need neighbours: whole blocks, of which single pages break no more than those counted above.
+            self._short = self._short or states > blocks
             if self._short or (rows and budget < 0):
                 break
             pages -= engine.pages_of(tokens + 1 + PAGE, row.configuration)
+            blocks -= states
             rows.append(row)
         return rows
 

@@ -28,7 +28,7 @@ class Configuration(NamedTuple):
         name: `n-of-L`; `base` for a model that comes in one configuration.
         converted: n, layers that are states.
         layers: L, all of them.
-        fixed_bytes: of a row's states; its slot has room for those of the configuration that converts the most.
+        fixed_bytes: of a row's states, whole pages where they lie in such.
         token_bytes: of keys and values, for each token of a row.
         quality: what was measured when it was converted: `cross_entropy` and `perplexity` on held-out text, `increase`
             of the perplexity over the base's (0.05 is five per cent), `kl` from it, `tasks` with their scores.
@@ -90,29 +90,27 @@ class Convertible:
             yield from module.parameters()
             yield from module.buffers()
 
-    def configurations(
-        self, recurrent: Mapping[int, RecurrentPool], attention: Mapping[int, AttentionPool]
-    ) -> tuple[Configuration, ...]:
+    def configurations(self, block_bytes: int, attention: Mapping[int, AttentionPool]) -> tuple[Configuration, ...]:
         """What an engine offers.
 
         Args:
-            recurrent: its pools of states.
+            block_bytes: that the states of a layer take of a row.
             attention: its pools of keys and values.
         """
         layers = len(decoder_of(self.model).layers)
         found: list[Configuration] = []
         for number in self.numbers:
             states = self.order[:number]
-            fixed = _row_bytes(pool for layer, pool in recurrent.items() if layer in states)
             token = _token_bytes(pool for layer, pool in attention.items() if layer not in states)
-            found.append(Configuration(f"{number}-of-{layers}", number, layers, fixed, token, self.quality[number]))
+            name, fixed = f"{number}-of-{layers}", number * block_bytes
+            found.append(Configuration(name, number, layers, fixed, token, self.quality[number]))
         return tuple(found)
 
 
 def only_configuration(
     model: Any, recurrent: Mapping[int, RecurrentPool], attention: Mapping[int, AttentionPool]
 ) -> Configuration:
-    """That of a model which comes in one; pools as for `Convertible.configurations`."""
+    """That of a model which comes in one, by its pools."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return Configuration(ONLY, 0, layers, _row_bytes(recurrent.values()), _token_bytes(attention.values()), {})
 

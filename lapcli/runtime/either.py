@@ -76,7 +76,7 @@ class Either:
 
 
 def _with_slots(rows: Rows, slots: Tensor) -> Rows:
-    """The same rows, some of them padding."""
+    """The same rows, some of them padding; of blocks a row has none anyway where it is not states."""
     return replace(rows, slots=slots, kept={ROTATION: rows.kept[ROTATION]} if ROTATION in rows.kept else {})
 
 
@@ -85,4 +85,6 @@ def _gathered(rows: Rows, index: Tensor) -> Rows:
     kept = {}
     if ROTATION in rows.kept:
         kept[ROTATION] = tuple(table[index] for table in rows.kept[ROTATION])
-    return replace(rows, slots=rows.slots[index], positions=rows.positions[index], kept=kept)
+    return replace(
+        rows, slots=rows.slots[index], positions=rows.positions[index], blocks=rows.blocks[:, index], kept=kept
+    )

@@ -16,10 +16,10 @@ from lapcli.runtime.configurations import (
     only_configuration,
 )
 from lapcli.runtime.eager import EagerPlan
-from lapcli.runtime.pages import Pages
+from lapcli.runtime.pages import ALL, Kind, Pages
 from lapcli.runtime.pieces import Pieces
 from lapcli.runtime.plans import Plan, Room, make_plan, why_no_plan
-from lapcli.runtime.pools import Slots
+from lapcli.runtime.pools import PagedStates, Slots
 from lapcli.runtime.prefill import OwnPrefiller
 from lapcli.runtime.sampling import Mode, mode_of
 from lapcli.runtime.settings import DecodePath, Event, GenerationSettings
@@ -88,8 +88,9 @@ class Engine:
             ones.
         max_rows: the most rows at once.
         max_length: the most tokens of a row, where the model has attention layers; others have no limit.
-        kv_bytes: that keys and values of all rows together may take; default: enough for all at full length. Rows take
-            it in pages as they grow (`lapcli.runtime.pages`).
+        kv_bytes: that keys and values of all rows together may take, and states of layers that are attention in other
+            configurations; default: enough for all at full length. Rows take it in pages as they grow
+            (`lapcli.runtime.pages`).
         kernel: see `KERNELS`.
         state_dtype: of recurrent states: fp32, or bf16 to halve them. fp64 models have fp64.
         graphs: whether to capture CUDA graphs; default: on a CUDA device.
@@ -101,7 +102,7 @@ class Engine:
         dtype: of weights and activations.
         vocabulary: token ids that have logits.
         configurations: of the model, by rising numbers of converted layers; rows may differ in theirs.
-        pages: of keys and values.
+        pages: of keys and values, and of such states.
 
     Raises:
         ModelError: a kernel asked for by name cannot run here, a model in several configurations has no fused step, or
@@ -157,18 +158,24 @@ class Engine:
             prefiller.pieces = Pieces(model, capture=True)
         self._path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)
         self.slots = Slots(max_rows)
+        # What rows go through, by how many layers are converted.
+        self._kinds = self._kinds_of_rows()
         self.pages = Pages(
-            self.plan.attention, max_rows, self.max_length, nbytes=kv_bytes, dtype=self.dtype, device=self.device
+            self.plan.attention,
+            max_rows,
+            self.max_length,
+            nbytes=kv_bytes,
+            dtype=self.dtype,
+            device=self.device,
+            states={layer: pool for layer, pool in self.plan.recurrent.items() if isinstance(pool, PagedStates)},
+            kinds=list(self._kinds.values()),
         )
-        self.steps = Steps(self.plan, max_rows, self.device, capture=graphs)
-        pools = self.plan.recurrent, self.plan.attention
+        self.steps = Steps(self.plan, max_rows, self.device, capture=graphs, blocks=len(self.pages.states))
         self.configurations: tuple[Configuration, ...] = (
-            (only_configuration(model, *pools),)
+            (only_configuration(model, self.plan.recurrent, self.plan.attention),)
             if self._convertible is None
-            else self._convertible.configurations(*pools)
+            else self._convertible.configurations(self.pages.block * self.pages.page_bytes, self.plan.attention)
         )
-        # Layers that are attention, by how many are converted.
-        self._attention = {each.converted: self._attention_of(each.converted) for each in self.configurations}
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
 
     @property
@@ -350,8 +357,8 @@ class Engine:
     def _open(self, tokens: int, converted: int) -> int:
         """Take a slot for a row of a configuration, and pages for so many tokens."""
         slot = self.slots.take(converted)
-        self.pages.open(slot, self._attention[converted])
         try:
+            self.pages.open(slot, self._kinds[converted])
             self.pages.grow({slot: tokens})
         except ModelError:
             self.release(slot)
@@ -544,6 +551,7 @@ class Engine:
     def nbytes(self) -> dict[str, int]:
         """Bytes on the device: `weights`, and of all rows `states`, `convolutions` and `attention`, keys and values.
 
+        States of layers that are attention in other configurations lie among keys and values.
         Where projections lie beside the device, `offloaded` says how many bytes those are, and `weights` has the places
         that they come to.
         """
@@ -557,8 +565,8 @@ class Engine:
         recurrent = self.plan.recurrent.values()
         return {
             "weights": sum(weights.values()),
-            "states": sum(pool.state.nbytes for pool in recurrent),
-            "convolutions": sum(pool.inputs.nbytes for pool in recurrent),
+            "states": sum(tensor.nbytes for pool in recurrent for tensor in pool.tensors()[:1]),
+            "convolutions": sum(tensor.nbytes for pool in recurrent for tensor in pool.tensors()[1:]),
             "attention": self.pages.content.nbytes,
             **beside,
         }
@@ -582,27 +590,40 @@ class Engine:
         """Say to the device which rows the next steps are for."""
         positions = [self.slots.positions[slot] for slot in slots]
         mix = None if self._convertible is None else [self.slots.converted[slot] for slot in slots]
-        self.steps.set_rows(tokens, slots, positions, mix)
+        self.steps.set_rows(tokens, slots, positions, mix, self.pages.blocks_of(slots))
 
     @property
     def memory(self) -> Memory:
         """What rows may take, and what is free of it."""
-        slot, page = self.row_bytes(0), self.pages.page_bytes
+        slot, page = self.slot_bytes, self.pages.page_bytes
         total = self.max_rows * slot + self.pages.count * page
         return Memory(total, self.slots.free * slot + self.pages.free * page)
 
     def row_bytes(self, tokens: int, configuration: str | None = None) -> int:
         """Bytes of a row of so many tokens: its slot, and whole pages; of a configuration, of the first for `None`."""
-        slot = sum(pool.slot_bytes for pool in self.plan.recurrent.values())
-        return slot + self.pages_of(tokens, configuration) * self.pages.page_bytes
+        return self.slot_bytes + self.pages_of(tokens, configuration) * self.pages.page_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a row's slot, which it has whatever its configuration and however few its tokens."""
+        return sum(pool.slot_bytes for pool in self.plan.recurrent.values())
 
     def pages_of(self, tokens: int, configuration: str | None = None) -> int:
         """Pages of a row of so many tokens; of a configuration, of the first for `None`."""
-        return self.pages.need(tokens, self._attention[self.converted(configuration)])
+        return self.pages.need(tokens, self._kinds[self.converted(configuration)])
 
-    def _attention_of(self, converted: int) -> list[int]:
-        states = () if self._convertible is None else self._convertible.order[:converted]
-        return [layer for layer in self.plan.attention if layer not in states]
+    def blocks_of(self, configuration: str | None = None) -> int:
+        """Blocks of pages for the states of a row of a configuration, of the first for `None`."""
+        return len(self._kinds[self.converted(configuration)].states)
+
+    def _kinds_of_rows(self) -> dict[int, Kind]:
+        if self._convertible is None:
+            return {0: ALL}
+        order, attention = self._convertible.order, self.plan.attention
+        return {
+            number: Kind([layer for layer in attention if layer not in order[:number]], order[:number])
+            for number in self._convertible.numbers
+        }
 
     @property
     def limited(self) -> bool:

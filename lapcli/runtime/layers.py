@@ -23,6 +23,9 @@ ROTATION = "rotation"
 """Under this name a step's rows keep the cosines and sines of their positions."""
 
 
+_NONE = torch.empty(0, 0, dtype=torch.int32)
+
+
 class Mix(NamedTuple):
     """Which configurations of a model the rows of a step have.
 
@@ -46,12 +49,15 @@ class Rows:
         positions: `[B]`, int64, tokens that each row has seen before this one.
         longest: tokens of the longest row, this one counted, where the host knows it; else `None`.
         mix: of configurations; `None` for a model that has one.
+        blocks: `[layers, B]`, int32, where each row's states lie of each layer whose states lie in pages; negative
+            where it has none.
     """
 
     slots: Tensor
     positions: Tensor
     longest: int | None = None
     mix: Mix | None = None
+    blocks: Tensor = _NONE
     kept: dict[str, Any] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lapcli.runtime.attention import Attention, Rotary, RowCache
 from lapcli.runtime.layers import Decay, DeltaHeads, DeltaMixer, Gate, GatedMlp, Head, LibraryModule, Norm, Part, fused
 from lapcli.runtime.pages import AttentionPool
-from lapcli.runtime.pools import RecurrentPool, RecurrentShape
+from lapcli.runtime.pools import PagedStates, RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import LibraryPrefiller
 
 if TYPE_CHECKING:
@@ -40,11 +40,15 @@ class Builder:
         self._rotary: Rotary | None = None
 
     def recurrent_pool(self, layer: int, shape: RecurrentShape) -> RecurrentPool:
-        """Make the pool of a layer with a state."""
-        self.recurrent[layer] = RecurrentPool(
-            shape, self.room.rows, state_dtype=self.room.state_dtype, input_dtype=self.dtype, device=self.device
-        )
-        return self.recurrent[layer]
+        """Make the pool of a layer with a state; of a model in several configurations its states lie in pages."""
+        if self.room.convertible is not None:
+            pool: RecurrentPool = PagedStates(shape, self.room.state_dtype)
+        else:
+            pool = RecurrentPool(
+                shape, self.room.rows, state_dtype=self.room.state_dtype, input_dtype=self.dtype, device=self.device
+            )
+        self.recurrent[layer] = pool
+        return pool
 
     def attention_part(self, module: Any, layer: int, *, rotary: bool = True, **arguments: Any) -> Attention:
         """An attention module, and its layer's pool.

@@ -28,7 +28,7 @@ from lapcli.runtime.layers import (
 )
 from lapcli.runtime.library_models import Builder, mlp, norm
 from lapcli.runtime.pages import AttentionPool
-from lapcli.runtime.pools import RecurrentPool, RecurrentShape
+from lapcli.runtime.pools import PagedStates, RecurrentPool, RecurrentShape
 from lapcli.runtime.prefill import LibraryPrefiller
 from lapkernels.attend_step import attend_step
 from lapkernels.attend_step import select_impl as select_attention
@@ -208,7 +208,7 @@ class DualStateMixer(Mixer):
     Args:
         module: a converted attention module.
         turn: its rotary embedding.
-        pool: of its states, `[slots, states, H, K, V]`.
+        pool: of its states, `[slots, states, H, K, V]`, or in pages.
         impl: which `dual_state_step`.
     """
 
@@ -251,7 +251,7 @@ class DualStateMixer(Mixer):
             floor=FLOOR,
             scale=self.scale,
             position=rows.positions,
-            slots=rows.slots,
+            slots=rows.blocks[self.pool.number] if isinstance(self.pool, PagedStates) else rows.slots,
             impl=self.impl,
         ).squeeze(1)
 
@@ -261,8 +261,8 @@ class DualStatePrefiller(LibraryPrefiller):
 
     def store_state(self, cache: Any, layer: int, row: int, slot: int, position: int) -> None:
         """Put one row's states of a layer into a slot."""
-        pool = self.recurrent[layer]
-        pool.write(slot, position, cache.layers[layer].recurrent[row], pool.inputs[slot, :0])
+        state = cache.layers[layer].recurrent[row]
+        self.recurrent[layer].write(slot, position, state, state.new_empty(0, 0))
 
     def restore_state(self, cache: Any, layer: int, slot: int, position: int) -> None:
         """Let a cache of one row hold what lies in a slot."""

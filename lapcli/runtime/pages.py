@@ -1,12 +1,17 @@
-"""Keys and values of all attention layers, in pages that rows take as they grow and give back when they end."""
+"""Keys and values of all attention layers, in pages that rows take as they grow and give back when they end.
+
+States of layers that may be attention as well lie among them, each in a block of neighbouring pages.
+"""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lapcli.errors import ModelError
+from lapcli.runtime.pools import PagedStates
 from lapkernels.attend_step import read_tokens
 
 PAGE = 64
@@ -16,6 +21,22 @@ PAGE = 64
 def pages_of(tokens: int) -> int:
     """Pages that so many tokens take in one layer."""
     return -(-tokens // PAGE)
+
+
+class Kind(NamedTuple):
+    """What a row goes through.
+
+    Attributes:
+        attention: its attention layers; `None` for all.
+        states: its layers whose states lie in pages.
+    """
+
+    attention: Collection[int] | None = None
+    states: Collection[int] = ()
+
+
+ALL = Kind()
+"""All attention layers, and no states in pages."""
 
 
 class AttentionPool:
@@ -80,6 +101,9 @@ class Pages:
     A page holds `PAGE` tokens of one layer of one row, so that a row takes pages by its tokens and by the attention
     layers that it goes through. Layers of other shapes than the largest use the first part of a page.
 
+    A block is as many neighbouring pages as the states of one layer take; nobody else has a page of it meanwhile.
+    Single pages are taken from blocks of which others have pages already, if there are any.
+
     Args:
         pools: of the attention layers, which will lie in the pages.
         slots: places of rows.
@@ -87,9 +111,12 @@ class Pages:
         nbytes: that all pages may take; `None` for as much as all rows at full length need, which is the most.
         dtype: of keys and values.
         device: where.
+        states: of layers that are attention for other rows, which will lie in blocks.
+        kinds: that rows may be of.
 
     Attributes:
         content: `[pages, numbers]`.
+        block: pages of one.
         table: `[layers, slots, pages of a row]`, int32, on the device; it stays where it is. Behind a row's pages there
             may be the number of any.
         count: how many pages there are.
@@ -107,13 +134,19 @@ class Pages:
         nbytes: int | None = None,
         dtype: torch.dtype,
         device: torch.device,
+        states: Mapping[int, PagedStates] | None = None,
+        kinds: Sequence[Kind] = (ALL,),
     ):
+        states = states or {}
         self.layers = list(pools)
-        numbers = max((pool.page_numbers for pool in pools.values()), default=0)
+        size = max((pool.block_bytes for pool in states.values()), default=0)
+        # Where nothing is attention a page is what states take.
+        numbers = max((pool.page_numbers for pool in pools.values()), default=-(-size // dtype.itemsize))
         self.page_bytes = numbers * dtype.itemsize
-        row = len(pools) * pages_of(length)
+        self.block = max(1, -(-size // self.page_bytes)) if numbers else 1
+        row = max(self.need(length, kind) for kind in kinds)
         self.count = slots * row
-        if nbytes is not None and pools:
+        if nbytes is not None and self.page_bytes:
             self.count = min(self.count, nbytes // self.page_bytes)
         if self.count < row:
             raise ModelError(
@@ -125,7 +158,15 @@ class Pages:
         self.table = torch.zeros(len(pools), slots, pages_of(length), dtype=torch.int32, device=device)
         for pool, table in zip(pools.values(), self.table, strict=True):
             pool.lie_in(self.content, table)
-        self._free = list(range(self.count - 1, -1, -1))
+        blocks = self.count // self.block
+        for number, pool in enumerate(states.values()):
+            whole = self.content[: blocks * self.block]
+            pool.lie_in(whole.view(blocks, self.block * numbers), number)
+        self.states = dict(states)
+        # Blocks of which nobody has a page; the free pages of others; and how many of them each such block has.
+        self._free = list(range(blocks - 1, -1, -1))
+        self._loose = dict.fromkeys(range(blocks * self.block, self.count))
+        self._left: dict[int, int] = {}
         # A row's pages in the order of its tokens: the first of each layer, the second of each, ….
         self._held: dict[int, list[int]] = {}
         self._places: dict[int, list[int]] = {}
@@ -135,6 +176,11 @@ class Pages:
     @property
     def free(self) -> int:
         """Pages that nobody has."""
+        return len(self._free) * self.block + len(self._loose)
+
+    @property
+    def whole(self) -> int:
+        """Blocks of which nobody has a page."""
         return len(self._free)
 
     @property
@@ -142,20 +188,41 @@ class Pages:
         """Pages that all rows together take at most within their next `PAGE` tokens."""
         return sum(map(len, self._places.values()))
 
-    def need(self, tokens: int, layers: Collection[int] | None = None) -> int:
-        """Pages of a row of so many tokens that goes through these attention layers; `None` for all."""
-        return pages_of(tokens) * len(self.layers if layers is None else layers)
+    def need(self, tokens: int, kind: Kind = ALL) -> int:
+        """Pages of a row of so many tokens, those of its states included."""
+        layers = self.layers if kind.attention is None else kind.attention
+        return pages_of(tokens) * len(layers) + self.block * len(kind.states)
 
-    def open(self, slot: int, layers: Collection[int] | None = None) -> None:
-        """Let a row begin that goes through these attention layers; `None` for all."""
-        chosen = self.layers if layers is None else layers
+    def open(self, slot: int, kind: Kind = ALL) -> None:
+        """Let a row begin, with blocks for its states.
+
+        Raises:
+            ModelError: there are too few; it has begun all the same, and is to be closed.
+        """
+        chosen = self.layers if kind.attention is None else kind.attention
         self._held[slot], self._places[slot] = [], [self.layers.index(layer) for layer in chosen]
         self._room[slot] = 0 if chosen else math.inf
+        if len(kind.states) > self.whole:
+            raise ModelError(
+                f"{len(kind.states)} layers' states are wanted, and {self.whole} blocks of {self.block} pages are free",
+                "release rows, or make the engine with more kv_bytes",
+            )
+        for layer in kind.states:
+            self.states[layer].blocks[slot] = self._free.pop()
 
     def close(self, slot: int) -> None:
         """Let a row end; its pages are free."""
-        self._free += reversed(self._held.pop(slot))
+        for page in reversed(self._held.pop(slot)):
+            self._give_back(page)
+        for pool in self.states.values():
+            block = pool.blocks.pop(slot, None)
+            if block is not None:
+                self._free.append(block)
         del self._places[slot], self._room[slot]
+
+    def blocks_of(self, slots: Sequence[int]) -> list[list[int]]:
+        """For each layer whose states lie in pages the block of each row; -1 where it has none."""
+        return [[pool.blocks.get(slot, -1) for slot in slots] for pool in self.states.values()]
 
     def layers_of(self, slot: int) -> list[int]:
         """The attention layers that a row goes through."""
@@ -188,7 +255,7 @@ class Pages:
             for number in range(len(held), len(held) + more):
                 index, place = divmod(number, len(places))
                 indices.append((places[place] * slots + slot) * length + index)
-                numbers.append(self._free.pop())
+                numbers.append(self._take())
             held += numbers[len(numbers) - more :]
             self._room[slot] = len(held) // len(places) * PAGE
         if indices:
@@ -196,11 +263,48 @@ class Pages:
 
     def clear(self, slot: int) -> None:
         """Set what lies in a row's pages to zero."""
-        self.content[self._held[slot]] = 0
+        self.content[self._all_of(slot)] = 0
 
     def copy(self, source: int, target: int) -> None:
         """Let a row hold what another holds, which goes through the same layers and has as many pages."""
-        self.content[self._held[target]] = self.content[self._held[source]]
+        self.content[self._all_of(target)] = self.content[self._all_of(source)]
+
+    def _all_of(self, slot: int) -> list[int]:
+        """A row's pages, those of its states last."""
+        blocks = [pool.blocks[slot] for pool in self.states.values() if slot in pool.blocks]
+        return [*self._held[slot], *(block * self.block + page for block in blocks for page in range(self.block))]
+
+    def _take(self) -> int:
+        """A free page, of a block that is not whole if there is any."""
+        if self._loose:
+            page, _ = self._loose.popitem()
+            if page // self.block in self._left:
+                self._left[page // self.block] -= 1
+            return page
+        block = self._free.pop()
+        if self.block == 1:
+            return block
+        first = block * self.block
+        self._loose.update(dict.fromkeys(range(first + self.block - 1, first, -1)))
+        self._left[block] = self.block - 1
+        return first
+
+    def _give_back(self, page: int) -> None:
+        """Let a page be free, and its block whole again if it was the last one that somebody had of it."""
+        block = page // self.block
+        if self.block == 1:
+            self._free.append(page)
+            return
+        self._loose[page] = None
+        # Pages behind the last whole block are of none.
+        if block not in self._left:
+            return
+        self._left[block] += 1
+        if self._left[block] == self.block:
+            del self._left[block]
+            for number in range(block * self.block, (block + 1) * self.block):
+                del self._loose[number]
+            self._free.append(block)
 
     def _wanting(self, rows: Mapping[int, int]) -> dict[int, int]:
         """Pages that rows need beside those that they have, of rows that need any: of few, in most steps."""

@@ -1,5 +1,6 @@
 """What the rows under way keep between steps: one place a slot in tensors that never move."""
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -69,6 +70,10 @@ class RecurrentPool:
         """Of one slot."""
         return sum(tensor[0].nbytes for tensor in self.tensors())
 
+    def place(self, slot: int) -> int:
+        """Where a slot's row lies in the tensors."""
+        return slot
+
     def write(self, slot: int, position: int, state: Tensor, past: Tensor) -> None:
         """Set a slot to what it is before position `position`, whatever stood there.
 
@@ -78,6 +83,7 @@ class RecurrentPool:
             state: `[*shape.state]`.
             past: `[past, channels]`, the last inputs; zeros before the first token.
         """
+        slot = self.place(slot)
         self.state[slot].copy_(state)
         if self.shape.channels:
             places = [(position - self.shape.past + index) % self.ring for index in range(self.shape.past)]
@@ -86,8 +92,52 @@ class RecurrentPool:
 
     def read(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
         """A slot's state and its last `past` inputs, as `write` takes them; copies."""
+        slot = self.place(slot)
         places = [(position - self.shape.past + index) % self.ring for index in range(self.shape.past)]
         return self.state[slot].clone(), self.inputs[slot][places]
+
+
+class PagedStates(RecurrentPool):
+    """States of one layer that is attention in other configurations: they lie where pages of these might.
+
+    A row has a block of pages for them while it lasts, so that it takes memory for the layers that it converts only.
+
+    Args:
+        shape: of one row; without a convolution.
+        state_dtype: fp32 or bf16.
+
+    Attributes:
+        state: `[blocks, *shape.state]`, once the pages are there; of all layers together.
+        number: of the layer among those that lie so.
+        blocks: of the rows that have states in this layer, by slot.
+    """
+
+    number: int
+
+    def __init__(self, shape: RecurrentShape, state_dtype: torch.dtype):
+        assert not shape.channels
+        assert not shape.turned
+        self.shape, self.ring, self.dtype = shape, shape.past + 1, state_dtype
+        self.blocks: dict[int, int] = {}
+
+    @property
+    def block_bytes(self) -> int:
+        """That a row's states take."""
+        return math.prod(self.shape.state) * self.dtype.itemsize
+
+    def lie_in(self, blocks: Tensor, number: int) -> None:
+        """Say where the blocks are, `[blocks, bytes or more]` of any dtype, and which of the layers this is."""
+        states = blocks.view(self.dtype)[:, : math.prod(self.shape.state)]
+        self.state, self.number = states.unflatten(1, self.shape.state), number
+        self.inputs = states.new_zeros(len(blocks), self.ring, 0)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Nothing: pages are not the layer's own."""
+        return ()
+
+    def place(self, slot: int) -> int:
+        """The row's block."""
+        return self.blocks[slot]
 
 
 class Slots:

@@ -28,6 +28,7 @@ class Steps:
         rows: the most.
         device: where.
         capture: whether to capture graphs; needs a CUDA device.
+        blocks: layers whose states lie in pages.
 
     Attributes:
         tokens: `[rows]`, int64: what the next step takes in; a step that chooses tokens leaves them here.
@@ -35,18 +36,20 @@ class Steps:
         positions: `[rows]`, int64; a step that chooses tokens counts them up.
         choices: how tokens are chosen.
         converted: `[rows]`, int64: converted layers of each row, where rows differ in that.
+        blocks: `[layers, rows]`, int32: see `Rows`.
         span: of the next step's rows.
         capture: whether steps are graphs; not any more once one could not be captured.
         failure: why it could not.
     """
 
-    def __init__(self, forward: Forward, rows: int, device: torch.device, *, capture: bool):
+    def __init__(self, forward: Forward, rows: int, device: torch.device, *, capture: bool, blocks: int = 0):
         self.forward, self.rows, self.device, self.capture = forward, rows, device, capture
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.choices = Choices(rows, device)
         self.converted = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.blocks = torch.full((blocks, rows), -1, dtype=torch.int32, device=device)
         self.span: Span = None
         self.failure: str | None = None
         self._graphs: dict[tuple[int, Mode, Span], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -69,6 +72,7 @@ class Steps:
         slots: Sequence[int],
         positions: Sequence[int],
         converted: Sequence[int] | None = None,
+        blocks: Sequence[Sequence[int]] = (),
     ) -> None:
         """Say which rows the next step is for; all others are padding."""
         count = len(slots)
@@ -80,6 +84,9 @@ class Steps:
         if converted is not None:
             self.converted[:count].copy_(torch.tensor(converted, dtype=torch.int64))
             self.span = min(converted), max(converted)
+        if blocks:
+            self.blocks.fill_(-1)
+            self.blocks[:, :count].copy_(torch.tensor(blocks, dtype=torch.int32))
 
     def run(self, rows: int, mode: Mode = "logits", *, longest: int | None = None) -> Tensor:
         """Run one step for the first `rows` rows.
@@ -110,7 +117,7 @@ class Steps:
     def _step(self, rows: int, mode: Mode, longest: int | None = None) -> Tensor:
         slots, positions = self.slots[:rows], self.positions[:rows]
         mix = None if self.span is None else Mix(self.converted[:rows], *self.span)
-        logits = self.forward(self.tokens[:rows], Rows(slots, positions, longest, mix))
+        logits = self.forward(self.tokens[:rows], Rows(slots, positions, longest, mix, self.blocks[:, :rows]))
         if mode != "logits":
             positions += slots >= 0
             self.tokens[:rows] = choose(logits, positions, self.choices, mode)
@@ -120,7 +127,7 @@ class Steps:
         """The graph of a step and its logits; `None` where something in the step cannot be captured."""
         key = self.bucket(rows), mode, self.span
         if key not in self._graphs:
-            kept = [(tensor, tensor.clone()) for tensor in (self.tokens, self.slots, self.positions)]
+            kept = [(tensor, tensor.clone()) for tensor in (self.tokens, self.slots, self.positions, self.blocks)]
             try:
                 self._graphs[key] = self._captured(*key[:2])
             except torch.OutOfMemoryError:
@@ -135,5 +142,6 @@ class Steps:
     def _captured(self, rows: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture a step, run before for no row at all."""
         self.slots.fill_(-1)
+        self.blocks.fill_(-1)
         self.positions.zero_()
         return captured(lambda: self._step(rows, mode), self.device, self._memory)

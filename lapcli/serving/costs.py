@@ -13,7 +13,7 @@ from lapcli.errors import DataError
 from lapcli.serving.policy import Configuration
 
 if TYPE_CHECKING:
-    from lapcli.runtime import Batch
+    from lapcli.runtime import Batch, Engine
 
 _STEPS = 24
 _REPEATS = 5
@@ -59,7 +59,7 @@ class StepCosts(Curve):
         weights_bytes: of the model, all configurations together.
         layer_bytes: of these, for each layer that is there twice.
         slot_bytes: of states, for each row that there is room for.
-        total_bytes: that keys and values might take in the engine that was measured; 0 where it has none.
+        total_bytes: that pages might take in the engine that was measured; 0 where it has none.
     """
 
     model: str = ""
@@ -156,7 +156,7 @@ def measure_costs(
         known: configurations that there are, where the engine holds the first and the last of them alone.
     """
     engine, piece = batch.engine, batch.piece or batch.together
-    held = [told_of(each) for each in engine.configurations]
+    held = told_of(engine)
     least, most = held[0], held[-1]
     rows = rows_of_steps(batch)
     curve = _measure_curve(batch, rows, window, None if len(held) == 1 else least.name)
@@ -177,7 +177,7 @@ def measure_costs(
         split_seconds=split,
         weights_bytes=weights,
         layer_bytes=(weights - base_bytes) // most.converted if base_bytes and most.converted else 0,
-        slot_bytes=engine.row_bytes(0),
+        slot_bytes=engine.slot_bytes,
         total_bytes=engine.pages.count * engine.pages.page_bytes,
     )
 
@@ -185,25 +185,34 @@ def measure_costs(
 def _between_bytes(configuration: Configuration, least: Configuration, most: Configuration) -> Configuration:
     """A configuration with its bytes, which lie between those of two others as its layers do."""
     span = max(1, most.converted - least.converted)
-    more = (most.token_bytes - least.token_bytes) * (configuration.converted - least.converted) // span
-    return configuration._replace(token_bytes=least.token_bytes + more)
-
-
-def told_of(configuration: Any) -> Configuration:
-    """What a front is told of one of an engine's configurations.
-
-    A slot of states is there for each row whatever it runs as, so that rows differ by keys and values alone.
-    """
-    increase = configuration.quality.get("increase", 0.0)
-    return Configuration(
-        configuration.name, configuration.converted, configuration.layers, 0, configuration.token_bytes, increase
+    place = configuration.converted - least.converted
+    fixed, token = (
+        low + (high - low) * place // span
+        for low, high in ((least.fixed_bytes, most.fixed_bytes), (least.token_bytes, most.token_bytes))
     )
+    return configuration._replace(fixed_bytes=fixed, token_bytes=token)
+
+
+def told_of(engine: "Engine") -> list[Configuration]:
+    """What a front is told of an engine's configurations: bytes of pages, since slots are there in any case."""
+    return [
+        Configuration(
+            each.name,
+            each.converted,
+            each.layers,
+            engine.row_bytes(0, each.name) - engine.slot_bytes,
+            each.token_bytes,
+            each.quality.get("increase", 0.0),
+        )
+        for each in engine.configurations
+    ]
 
 
 def rows_of_steps(batch: "Batch") -> int:
     """As many rows as the engine has room for where each has a short text."""
     engine = batch.engine
-    need = engine.pages.need(_PROMPT + _STEPS + 8 + engine.max_rows)
+    tokens = min(engine.max_length, _PROMPT + _STEPS + 8 + engine.max_rows)
+    need = max(engine.pages_of(tokens, each.name) for each in engine.configurations)
     return max(1, min(engine.max_rows, engine.pages.count // need if need else engine.max_rows))
 
 

@@ -265,10 +265,10 @@ class EngineLoop:
         }
 
     def _free(self) -> tuple[int, int]:
-        """Bytes that keys and values may take, and those that nobody has; slots of states are rows' own."""
+        """Bytes that pages may take, and those that nobody has; slots are rows' own."""
         engine = self.batch.engine
         total, free = engine.memory
-        slot = engine.row_bytes(0)
+        slot = engine.slot_bytes
         return total - engine.max_rows * slot, free - engine.slots.free * slot
 
 

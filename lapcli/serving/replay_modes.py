@@ -14,7 +14,7 @@ from lapcli.serving.replay_results import Outcome, adapting_figures, summary
 from lapcli.serving.replay_trace import Fitted
 from lapcli.serving.settings import EngineSettings
 from lapcli.serving.simulation import PAGE, Counted, counted_figures, simulate
-from lapcli.serving.worker import rows_that_fit
+from lapcli.serving.worker import rows_that_fit, usual_length
 
 
 def served_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
@@ -138,15 +138,23 @@ def _room(
     converted = costs.configurations[-1].converted
     # Layers that are states in some of them and attention in others are there twice.
     spared = costs.layer_bytes * (converted - (allowed[-1].converted - allowed[0].converted))
-    slot = costs.slot_bytes * allowed[-1].converted // converted if converted else costs.slot_bytes
+    slot = costs.slot_bytes
     if memory is None:
         rows = max_rows or costs.rows
         more = spared + costs.rows * costs.slot_bytes - rows * slot
         return rows, max(0, costs.total_bytes + more) if costs.total_bytes else 0
     settings = EngineSettings("", "cpu", "float32", max_length=costs.window, max_rows=max_rows, memory=memory)
 
-    def row_bytes(tokens: int) -> int:
-        return slot + allowed[0].token_bytes * PAGE * -(-tokens // PAGE)
+    def row_bytes(tokens: int, configuration: Configuration) -> int:
+        pages = configuration.token_bytes * PAGE * -(-tokens // PAGE)
+        return slot + configuration.fixed_bytes + pages
 
-    rows, total = rows_that_fit(settings, torch.device("cpu"), costs.weights_bytes - spared, row_bytes)
+    rows, total = rows_that_fit(
+        settings,
+        torch.device("cpu"),
+        costs.weights_bytes - spared,
+        slot=slot,
+        usual=min(row_bytes(usual_length(costs.window), each) for each in allowed),
+        longest=max(row_bytes(costs.window, each) for each in allowed),
+    )
     return rows, total or 0

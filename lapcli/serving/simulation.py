@@ -201,7 +201,7 @@ class SimulatedEngine:
 
     def _bytes(self, row: _Row, tokens: int) -> int:
         """Bytes of whole pages."""
-        return row.runs_as.token_bytes * PAGE * -(-tokens // PAGE)
+        return row.runs_as.fixed_bytes + row.runs_as.token_bytes * PAGE * -(-tokens // PAGE)
 
     def _free(self) -> int:
         """Bytes that nobody has."""

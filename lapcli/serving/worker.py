@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lapcli.errors import LapcliError, ModelError
@@ -108,7 +107,13 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     }
     # An engine of one row says what rows take.
     engine = Engine(model, max_rows=1, **room)
-    rows, kv_bytes = rows_that_fit(settings, device, engine.nbytes()["weights"], engine.row_bytes)
+    usual, longest = (
+        [engine.row_bytes(tokens, each.name) for each in engine.configurations]
+        for tokens in (usual_length(settings.max_length), settings.max_length)
+    )
+    rows, kv_bytes = rows_that_fit(
+        settings, device, engine.nbytes()["weights"], slot=engine.slot_bytes, usual=min(usual), longest=max(longest)
+    )
     if rows > 1:
         engine = Engine(model, max_rows=rows, kv_bytes=kv_bytes, **room)
     piece = settings.piece or (_GPU_PIECE if device.type == "cuda" else _CPU_PIECE)
@@ -127,7 +132,7 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
         "bytes": engine.nbytes(),
         "row_bytes": engine.row_bytes(settings.max_length),
         "piece": piece,
-        "configurations": [told_of(each).document() for each in engine.configurations],
+        "configurations": [each.document() for each in told_of(engine)],
     }
     return Batch(engine, tokenizer, together=piece, piece=piece), facts
 
@@ -174,8 +179,13 @@ def measure(batch: "Batch") -> "Measured":
     return measured
 
 
+def usual_length(longest: int) -> int:
+    """Tokens that a request is taken to have when rows are counted, by the most that one may have."""
+    return longest // _USUAL
+
+
 def rows_that_fit(
-    settings: EngineSettings, device: "torch.device", weights: int, row_bytes: Callable[[int], int]
+    settings: EngineSettings, device: "torch.device", weights: int, *, slot: int, usual: int, longest: int
 ) -> tuple[int, int | None]:
     """How many rows there is memory for, and for how many bytes of keys and values.
 
@@ -186,7 +196,9 @@ def rows_that_fit(
         settings: that say how much memory, and how many rows are wanted.
         device: whose memory it is where they do not.
         weights: bytes of them, and of all else that does not depend on the rows.
-        row_bytes: of a row of so many tokens.
+        slot: bytes of a row whatever its length, which there are for each slot.
+        usual: bytes of a row of the usual length, in the configuration where they are fewest.
+        longest: bytes of a row of the longest length, where they are most.
 
     Returns:
         Rows, and bytes; `None` for as many as all rows at full length take.
@@ -203,7 +215,6 @@ def rows_that_fit(
     if memory is None:
         return settings.max_rows or DEFAULT_CPU_ROWS, None
     left = int((1 - _RESERVE) * (memory - weights))
-    slot, usual, longest = (row_bytes(tokens) for tokens in (0, settings.max_length // _USUAL, settings.max_length))
     most = math.inf if slot == 0 else (left - longest + slot) // slot
     if longest > left or most < (settings.max_rows or 1):
         others = (settings.max_rows or 1) - 1

@@ -61,8 +61,16 @@ def spoil(engine: Engine, kept: Collection[int]) -> None:
         (engine.plan.attention[layer], slot, rows[slot]) for slot in rows for layer in engine.pages.layers_of(slot)
     ]
     held = [(pool, slot, at, pool.read(slot, at)) for pool, slot, at in places]
+    paged = [
+        (pool, slot, rows[slot], pool.read(slot, rows[slot]))
+        for pool in engine.pages.states.values()
+        for slot in rows
+        if slot in pool.blocks
+    ]
     *recurrent, pages = held_tensors(engine)
     pages.fill_(torch.nan)
+    for pool, slot, at, (state, past) in paged:
+        pool.write(slot, at, state, past)
     for pool, slot, at, (keys, values) in held:
         pool.write(slot, at, keys, values)
     for tensor in recurrent:

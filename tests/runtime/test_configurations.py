@@ -131,9 +131,9 @@ def test_what_a_configuration_takes_and_what_it_is_worth(made):
     found = Engine.load(root, max_length=64).configurations
     assert [each.name for each in found] == ["0-of-3", "1-of-3", "2-of-3", "3-of-3"]
     assert {each.layers for each in found} == {3}
-    # Two heads of keys and values of 8 fp32 numbers a layer; two states of two heads of 8 x 8.
+    # Two heads of keys and values of 8 fp32 numbers a layer; two states of two heads of 8 x 8 take a page of 64 tokens.
     assert [each.token_bytes for each in found] == [3 * 128, 2 * 128, 128, 0]
-    assert [each.fixed_bytes for each in found] == [0, 1024, 2 * 1024, 3 * 1024]
+    assert [each.fixed_bytes for each in found] == [0, 64 * 128, 2 * 64 * 128, 3 * 64 * 128]
     assert [each.quality["cross_entropy"] for each in found] == pytest.approx([2.0, 2.1, 2.2, 2.3])
     increases = [each.quality["perplexity"] / found[0].quality["perplexity"] - 1 for each in found]
     assert [each.quality["increase"] for each in found] == pytest.approx(increases)

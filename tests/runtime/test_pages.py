@@ -8,7 +8,8 @@ import torch
 from lapcli.errors import ModelError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
-from lapcli.runtime.pages import PAGE, AttentionPool, Pages
+from lapcli.runtime.pages import PAGE, AttentionPool, Kind, Pages
+from lapcli.runtime.pools import PagedStates, RecurrentShape
 from lapcli.testing.decoding import distance, full_logits, prompts_of, spoil
 from lapcli.testing.dual_state import tiny_conversion, tiny_teacher
 from lapcli.testing.stock_models import tiny_stock_model
@@ -30,38 +31,60 @@ def page_bytes(engine, rows):
 
 
 def check(pages, rows):
-    """Each page has one owner or none, and the device's table says which is whose."""
-    held = [page for slot in rows for page in pages._held[slot]]
-    assert len(set(held)) == len(held)
-    assert sorted(held + pages._free) == list(range(pages.count))
-    for slot, (tokens, layers) in rows.items():
+    """Each page has one owner or none, and the device's table says which is whose.
+
+    Blocks of states are neighbours; those that are whole are all that could be.
+    """
+    held = [page for slot in rows for page in pages._all_of(slot)]
+    taken = set(held)
+    assert len(taken) == len(held)
+    blocks = [set(range(first, first + pages.block)) for first in range(0, pages.count, pages.block)]
+    whole = [block for block in blocks if max(block) < pages.count and not block & taken]
+    assert pages.whole == len(whole)
+    assert pages.free == pages.count - len(held)
+    singles = set(range(pages.count)).difference(taken, *whole)
+    assert set(pages._loose) == singles
+    for slot, (tokens, (layers, states)) in rows.items():
+        assert [layer for layer, pool in pages.states.items() if slot in pool.blocks] == list(states)
         count = -(-tokens // PAGE)
         assert len(pages._held[slot]) == count * len(layers)
         found = [pages.table[pages.layers.index(layer), slot, :count].tolist() for layer in layers]
         assert sorted(page for each in found for page in each) == sorted(pages._held[slot])
-    assert pages.growth == sum(len(layers) for _, layers in rows.values())
+    assert pages.growth == sum(len(kind.attention) for _, kind in rows.values())
 
 
-def test_every_page_has_one_owner_at_most():
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_every_page_has_one_owner_at_most(block):
     """Rows of different layers that come, grow and end in any order; who asks for too much gets nothing."""
     draw = random.Random(0)
     pools = {layer: AttentionPool(1, 2, 3) for layer in (1, 4, 5)}
-    pages = Pages(pools, 5, 300, nbytes=20 * 64 * 5 * 4, dtype=torch.float32, device=CPU)
-    assert (pages.count, pages.page_bytes) == (20, 64 * 5 * 4)
-    rows, refused = {}, 0
+    # A page has room for 320 numbers.
+    states = {layer: PagedStates(RecurrentShape((block, 8, 33), 0, 0), torch.float32) for layer in (1, 4)}
+    kinds = [Kind([1, 4, 5]), Kind([4, 5], [1]), Kind([5], [1, 4]), Kind([], [4])]
+    pages = Pages(pools, 5, 300, nbytes=20 * 64 * 5 * 4, dtype=torch.float32, device=CPU, states=states, kinds=kinds)
+    assert (pages.count, pages.page_bytes, pages.block) == (20, 64 * 5 * 4, block)
+    rows, refused, unopened = {}, 0, 0
     for _ in range(400):
         slot = draw.randrange(5)
         if slot not in rows:
-            layers = draw.choice([[1, 4, 5], [4, 5], [5], []])
-            pages.open(slot, layers if len(layers) < 3 else None)
-            rows[slot] = 0, layers
+            kind = draw.choice(kinds)
+            if len(kind.states) > pages.whole:
+                unopened += 1
+                with pytest.raises(ModelError, match=f"{pages.whole} blocks of {block} pages are free"):
+                    pages.open(slot, kind)
+                pages.close(slot)
+            else:
+                pages.open(slot, kind)
+                rows[slot] = 0, kind
+                for layer in kind.states:
+                    states[layer].write(slot, 0, torch.full((block, 8, 33), slot + layer / 8), torch.empty(0, 0))
         elif draw.random() < 0.3:
             pages.close(slot)
             del rows[slot]
         else:
             asked = {each: min(300, rows[each][0] + draw.randrange(130)) for each in rows if draw.random() < 0.7}
             wanted = {
-                each: pages.need(tokens, rows[each][1]) - len(pages._held[each]) for each, tokens in asked.items()
+                each: pages.need(tokens, rows[each][1]) - len(pages._all_of(each)) for each, tokens in asked.items()
             }
             assert pages.lacking(asked) == sum(wanted.values()) - pages.free
             if sum(wanted.values()) > pages.free:
@@ -72,7 +95,32 @@ def test_every_page_has_one_owner_at_most():
                 pages.grow(asked)
                 rows |= {each: (tokens, rows[each][1]) for each, tokens in asked.items()}
         check(pages, rows)
+        # Nobody wrote into another's states.
+        for row, (_, kind) in rows.items():
+            for layer in kind.states:
+                assert bool((states[layer].read(row, 0)[0] == row + layer / 8).all())
     assert refused > 20
+    assert unopened > 0
+
+
+def test_a_page_is_what_states_take_where_nothing_is_attention():
+    """And blocks of one layer are read by none of another."""
+    states = {layer: PagedStates(RecurrentShape((2, 3, 5), 0, 0), torch.float32) for layer in (0, 2)}
+    pages = Pages({}, 4, 1000, dtype=torch.bfloat16, device=CPU, states=states, kinds=[Kind([], [0, 2])])
+    assert (pages.count, pages.block, pages.page_bytes) == (8, 1, 2 * 3 * 5 * 4)
+    for slot in range(4):
+        pages.open(slot, Kind([], [0, 2]))
+        for layer, pool in states.items():
+            pool.write(slot, 7, torch.full((2, 3, 5), 10.0 * slot + layer), torch.empty(0, 0))
+    found = [[float(pool.read(slot, 7)[0].unique()) for pool in states.values()] for slot in range(4)]
+    assert found == [[0, 2], [10, 12], [20, 22], [30, 32]]
+    numbers = pages.blocks_of([3, 0, 9])
+    assert [row[-1] for row in numbers] == [-1, -1]
+    assert float(states[2].state[numbers[1][0]].unique()) == 32
+    pages.copy(1, 3)
+    assert float(states[0].read(3, 7)[0].unique()) == 10
+    pages.clear(1)
+    assert not states[0].read(1, 7)[0].any()
 
 
 def test_layers_of_other_shapes_share_the_pages():
@@ -248,20 +296,24 @@ def test_memory_is_what_rows_take():
     assert engine.memory.free_bytes == engine.memory.total_bytes == engine.nbytes()["attention"]
 
 
-def test_converted_layers_take_no_pages(tmp_path):
+@pytest.mark.parametrize(("width", "block"), [(8, 1), (128, 2)])
+def test_rows_take_pages_of_attention_and_blocks_of_states(tmp_path, width, block):
     """Rows of several configurations among each other, one of which is handed over, in pages for two whole ones."""
-    root = tiny_conversion(tmp_path / "dir")
+    root = tiny_conversion(tmp_path / "dir", teacher={"head_dim": width})
     full = Engine.load(root, max_length=200, max_rows=6)
     one = full.pages.page_bytes
+    assert full.pages.block == block
+    assert full.slot_bytes == full.nbytes()["states"] == 0
     for converted in range(4):
         name = f"{converted}-of-3"
+        assert full.row_bytes(0, name) == full.configurations[converted].fixed_bytes == converted * block * one
         assert full.row_bytes(65, name) - full.row_bytes(0, name) == (3 - converted) * 2 * one
         slot = full.prefill(prompts_of(65, high=60)[0], configuration=name).slot
-        assert full.pages.free == full.pages.count - 2 * (3 - converted)
+        assert full.pages.free == full.pages.count - 2 * (3 - converted) - converted * block
         full.reserve([slot], 129)
-        assert full.pages.free == full.pages.count - 3 * (3 - converted)
+        assert full.pages.free == full.pages.count - 3 * (3 - converted) - converted * block
         full.release(slot)
-    engine, found = Engine.load(root, max_length=200, max_rows=6, kv_bytes=24 * one), []
+    engine, found = Engine.load(root, max_length=200, max_rows=6, kv_bytes=26 * one), []
     for each in (full, engine):
         batch, tokens = Batch(each, piece=32), {}
         for number, prompt in enumerate(prompts_of(10, 20, 70, 15, 61, 12, high=60)):

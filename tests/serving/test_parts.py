@@ -22,7 +22,7 @@ from lapcli.serving.policy import OneConfiguration
 from lapcli.serving.ray_app import build
 from lapcli.serving.settings import EngineSettings, Limits
 from lapcli.serving.texts import Texts, TooLong
-from lapcli.serving.worker import prepare, rows_that_fit
+from lapcli.serving.worker import prepare, rows_that_fit, usual_length
 from lapcli.testing.decoding import prompts_of
 from lapcli.testing.dual_state import tiny_teacher
 from lapcli.testing.models import byte_tokenizer
@@ -250,6 +250,12 @@ def test_the_loop_refuses_and_cancels(batch, expected):
     assert (front.failed, front.texts) == ({"bad": "invalid"}, {"good": expected(prompt, 3)})
 
 
+def fitting(settings, device, weights, row_bytes):
+    """Rows and bytes of a model that has one configuration."""
+    slot, usual, longest = map(row_bytes, (0, usual_length(settings.max_length), settings.max_length))
+    return rows_that_fit(settings, device, weights, slot=slot, usual=usual, longest=longest)
+
+
 def test_rows_by_memory():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     made = EngineSettings("x", "cpu", "float32")
@@ -257,38 +263,38 @@ def test_rows_by_memory():
     def states(_):
         return 10**7
 
-    assert rows_that_fit(made, cpu, 10**9, states) == (16, None)
+    assert fitting(made, cpu, 10**9, states) == (16, None)
     limited = replace(made, memory=2 * 10**9)
     # A tenth of what the weights leave is for activations.
-    assert rows_that_fit(limited, gpu, 10**9, states) == (90, 0)
-    assert rows_that_fit(limited, gpu, 10**9, lambda _: 1) == (256, 9 * 10**8 - 256)
-    assert rows_that_fit(replace(limited, max_rows=90), gpu, 10**9, states) == (90, 0)
+    assert fitting(limited, gpu, 10**9, states) == (90, 0)
+    assert fitting(limited, gpu, 10**9, lambda _: 1) == (256, 9 * 10**8 - 256)
+    assert fitting(replace(limited, max_rows=90), gpu, 10**9, states) == (90, 0)
     for broken in (replace(limited, max_rows=91), replace(limited, memory=10**9)):
         with pytest.raises(ModelError, match="bytes hold"):
-            rows_that_fit(broken, gpu, 10**9, states)
+            fitting(broken, gpu, 10**9, states)
 
 
 def test_rows_by_memory_share_keys_and_values():
     """9e8 bytes for requests of up to 4096 tokens: as many as fit at an eighth of that, and one of full length."""
     gpu, limited = torch.device("cuda"), EngineSettings("x", "cuda", "float32", memory=2 * 10**9)
-    assert rows_that_fit(limited, gpu, 10**9, lambda tokens: 20_000 * tokens) == (87, 9 * 10**8)
+    assert fitting(limited, gpu, 10**9, lambda tokens: 20_000 * tokens) == (87, 9 * 10**8)
 
     def hybrid(tokens):
         return 10**7 + 20_000 * tokens
 
-    assert rows_that_fit(limited, gpu, 10**9, hybrid) == (44, 46 * 10**7)
-    assert rows_that_fit(replace(limited, max_rows=300), gpu, 10**9, lambda tokens: 20_000 * tokens)[0] == 300
+    assert fitting(limited, gpu, 10**9, hybrid) == (44, 46 * 10**7)
+    assert fitting(replace(limited, max_rows=300), gpu, 10**9, lambda tokens: 20_000 * tokens)[0] == 300
     # One of full length takes 8.2e7 besides its slot.
-    assert rows_that_fit(replace(limited, max_rows=81), gpu, 10**9, hybrid) == (81, 9 * 10**7)
+    assert fitting(replace(limited, max_rows=81), gpu, 10**9, hybrid) == (81, 9 * 10**7)
     for broken in (replace(limited, max_rows=82), replace(limited, max_length=45_001, max_rows=None)):
         with pytest.raises(ModelError, match="leaves 900000000 for requests; the longest takes") as refused:
-            rows_that_fit(broken, gpu, 10**9, hybrid)
+            fitting(broken, gpu, 10**9, hybrid)
         # What the hint says is enough, and hardly more than that.
         enough = int(re.search(r"--memory to (\d+)B", refused.value.hint)[1])
-        rows_that_fit(replace(broken, memory=enough + 2), gpu, 10**9, hybrid)
+        fitting(replace(broken, memory=enough + 2), gpu, 10**9, hybrid)
         with pytest.raises(ModelError):
-            rows_that_fit(replace(broken, memory=enough - 2), gpu, 10**9, hybrid)
-    assert rows_that_fit(replace(limited, max_length=44_000), gpu, 10**9, hybrid)[0] == 2
+            fitting(replace(broken, memory=enough - 2), gpu, 10**9, hybrid)
+    assert fitting(replace(limited, max_length=44_000), gpu, 10**9, hybrid)[0] == 2
 
 
 def test_an_engine_is_made_for_the_memory_there_is(folder):

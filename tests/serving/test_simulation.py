@@ -8,7 +8,7 @@ import pytest
 from lapcli.errors import LapcliError
 from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.serving.adaptive import Adaptive, Cap
-from lapcli.serving.costs import Curve, StepCosts, measure_costs, read_costs
+from lapcli.serving.costs import Curve, StepCosts, measure_costs, read_costs, told_of
 from lapcli.serving.modes import Wish, parse_modes
 from lapcli.serving.policy import Configuration, Decision, OneConfiguration
 from lapcli.serving.replay_modes import simulate_mode
@@ -142,11 +142,13 @@ def test_what_cannot_be_simulated(costs, mode, memory, words):
 
 
 def test_engines_have_the_rows_and_the_bytes_that_a_server_would_make_room_for(monkeypatch):
-    """Of 9000 bytes of weights 1000 are of each layer's second kind, and a layer's states take 10 bytes a row.
+    """Of 9000 bytes of weights 1000 are of each layer's second kind, and a layer's states take 100 bytes of a row.
 
-    A tenth of what weights leave is kept; rows are as many as take an eighth of 1000 tokens, two pages of 40 bytes.
+    A tenth of what weights leave is kept; rows are as many as take an eighth of 1000 tokens, two pages of 40 bytes a
+    token, or of 10 for each layer that is attention in the one that converts the most.
     """
-    costs = replace(COSTS, weights_bytes=9000, layer_bytes=1000, slot_bytes=40)
+    kinds = tuple(each._replace(fixed_bytes=100 * each.converted) for each in KINDS)
+    costs = replace(COSTS, weights_bytes=9000, layer_bytes=1000, configurations=kinds)
     given, held = [], []
 
     def simulate(_, costs, *, total_bytes, configurations, **others):
@@ -163,11 +165,14 @@ def test_engines_have_the_rows_and_the_bytes_that_a_server_would_make_room_for(m
 
     # Unconverted there are no states, and no layer is there twice.
     assert made("never") == (18, 0.9 * 104_000)
-    # Their keys and values are of half the layers.
-    assert made("static:0.5") == (36, 0.9 * 104_000 - 36 * 20)
-    assert made("adaptive", "2%") == (17, 0.9 * 102_000 - 17 * 20)
-    assert made("adaptive", max_rows=5) == (5, 0.9 * 100_000 - 5 * 40)
-    assert held == [[0], [2], [0, 1, 2], [0, 1, 2, 3, 4]]
+    assert made("static:0.5") == (int(0.9 * 104_000 / (128 * 20 + 200)), 0.9 * 104_000)
+    assert made("adaptive", "2%") == (int(0.9 * 102_000 / (128 * 20 + 200)), 0.9 * 102_000)
+    assert made("adaptive")[0] == int(0.9 * 100_000 / 400) == 225
+    assert made("adaptive", max_rows=5) == (5, 0.9 * 100_000)
+    # Slots of what has one configuration are there besides.
+    costs = replace(costs, slot_bytes=40)
+    assert made("static:0.5") == (int(0.9 * 104_000 / (128 * 20 + 240)), 0.9 * 104_000 - 33 * 40)
+    assert held == [[0], [2], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2]]
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +200,7 @@ def test_a_simulation_does_the_steps_of_an_engine_with_configurations(conversion
     ends = []
     while batch.unfinished:
         ends += [event.row for event in batch.advance() if event.reason]
-    kinds = tuple(
-        Configuration(each.name, each.converted, each.layers, 0, each.token_bytes) for each in engine.configurations
-    )
+    kinds = tuple(told_of(engine))
     costs = StepCosts(((1, 1.0), (5, 1.0)), ((1, 1e-9), (32, 1e-9)), rows=5, window=256, piece=32, configurations=kinds)
     counted = Counted()
     turns = [turn(n, p, a) for n, (p, a) in enumerate(zip(lengths, answers, strict=True))]
@@ -225,7 +228,8 @@ def test_costs_of_a_conversion_are_measured_written_and_read(conversion, tmp_pat
     # An engine with the ends alone is as good.
     engine = Engine.load(conversion, max_rows=3, max_length=64, configurations=[0, 3])
     ends = Batch(engine, byte_tokenizer(), together=32, piece=32)
-    known = [each._replace(token_bytes=0) for each in costs.configurations]
+    known = [each._replace(fixed_bytes=0, token_bytes=0) for each in costs.configurations]
+    assert [each.fixed_bytes for each in costs.configurations] == [0, 64 * 128, 2 * 64 * 128, 3 * 64 * 128]
     assert measure_costs(ends, model="x", window=64, known=known).configurations == costs.configurations
     document = json.loads((tmp_path / "costs.json").read_text())
     # Those of before there were configurations.
