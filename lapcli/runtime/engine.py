@@ -548,6 +548,17 @@ class Engine:
             spans.append((numbers[0], numbers[-1]))
         self.steps.warm_up(rows, [mode], spans)
 
+    def warm_up_for_all(self) -> None:
+        """Capture for each number of rows the step that is enough for any, and from now on others when they come.
+
+        The first step of a kind that has no graph of its own has to wait until it is captured, but for no longer than
+        that, and not while captures would take more than a twentieth of the time: then it runs as the one for any rows.
+        """
+        numbers = [configuration.converted for configuration in self.configurations]
+        span = None if self._convertible is None else (numbers[0], numbers[-1])
+        self.steps.warm_up(self.steps.buckets, ["filtered"], [span])
+        self.steps.seldom = True
+
     def nbytes(self) -> dict[str, int]:
         """Bytes on the device: `weights`, and of all rows `states`, `convolutions` and `attention`, keys and values.
 

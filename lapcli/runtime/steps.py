@@ -1,6 +1,8 @@
 """One decoding step over static tensors, captured as a CUDA graph for each number of rows."""
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,11 +15,34 @@ from lapcli.runtime.sampling import Choices, Mode, choose
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that a graph is captured for; fewer rows are filled up."""
 
+MOST_GRAPHS = 64
+"""Graphs that are kept beside those that were captured ahead; the one that was not used for longest makes room."""
+
+_SELDOM = 20.0
+"""Seconds between two captures of `Steps.seldom`, for each second that the last one took."""
+
 Forward = Callable[[Tensor, Rows], Tensor]
 """Tokens `[B]` and their rows to logits `[B, vocabulary]`."""
 
 Span = tuple[int, int] | None
 """The least and the most converted layers of a step's rows; `None` for a model in one configuration."""
+
+
+_Key = tuple[int, Mode, Span]
+
+_ENOUGH_FOR: dict[Mode, tuple[Mode, ...]] = {
+    "logits": ("logits",),
+    "greedy": ("greedy",),
+    "draw": ("greedy", "draw"),
+    "filtered": ("greedy", "draw", "filtered"),
+}
+
+
+def _within(span: Span, other: Span) -> bool:
+    """Whether a step of rows of these configurations is one of those as well."""
+    if span is None or other is None:
+        return span == other
+    return other[0] <= span[0] and span[1] <= other[1]
 
 
 class Steps:
@@ -39,6 +64,8 @@ class Steps:
         blocks: `[layers, rows]`, int32: see `Rows`.
         span: of the next step's rows.
         capture: whether steps are graphs; not any more once one could not be captured.
+        seldom: whether a step that has no graph of its own, where one that was captured ahead does, takes that while
+            captures would take more than a twentieth of the time.
         failure: why it could not.
     """
 
@@ -52,7 +79,11 @@ class Steps:
         self.blocks = torch.full((blocks, rows), -1, dtype=torch.int32, device=device)
         self.span: Span = None
         self.failure: str | None = None
-        self._graphs: dict[tuple[int, Mode, Span], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.seldom = False
+        # In the order of their last use.
+        self._graphs: dict[_Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._ahead: set[_Key] = set()
+        self._next = -math.inf
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
     @property
@@ -112,7 +143,15 @@ class Steps:
         for count, mode, self.span in itertools.product(rows, modes, spans):
             # One row has one configuration.
             if self.capture and (self.span is None or count > 1 or self.span[0] == self.span[1]):
-                self._graph(count, mode)
+                key = self.bucket(count), mode, self.span
+                self._ahead.add(key)
+                if key not in self._graphs:
+                    self._capture(key)
+
+    @property
+    def buckets(self) -> list[int]:
+        """All numbers of rows that steps run."""
+        return sorted({self.bucket(rows) for rows in range(1, self.rows + 1)})
 
     def _step(self, rows: int, mode: Mode, longest: int | None = None) -> Tensor:
         slots, positions = self.slots[:rows], self.positions[:rows]
@@ -126,18 +165,50 @@ class Steps:
     def _graph(self, rows: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """The graph of a step and its logits; `None` where something in the step cannot be captured."""
         key = self.bucket(rows), mode, self.span
-        if key not in self._graphs:
-            kept = [(tensor, tensor.clone()) for tensor in (self.tokens, self.slots, self.positions, self.blocks)]
-            try:
-                self._graphs[key] = self._captured(*key[:2])
-            except torch.OutOfMemoryError:
+        found = self._graphs.pop(key, None)
+        if found is not None:
+            self._graphs[key] = found
+            return found
+        wider = self._wider(key) if self.seldom else None
+        if wider is not None and time.monotonic() < self._next:
+            return wider
+        begun = time.monotonic()
+        try:
+            self._capture(key)
+        except torch.OutOfMemoryError:
+            if wider is None:
                 raise
-            except RuntimeError as error:
-                # What runs eagerly all the same (a module that reads values on the host) is only slower.
-                self.capture, self.failure = False, str(error).partition("\n")[0]
+        now = time.monotonic()
+        self._next = now + _SELDOM * (now - begun)
+        return self._graphs.get(key, wider if self.capture else None)
+
+    def _wider(self, key: "_Key") -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """A graph captured ahead of more rows, modes and configurations than a step has, as few as there is one of."""
+        rows, mode, span = key
+        found = [
+            each
+            for each in self._ahead & self._graphs.keys()
+            if each[0] >= rows and mode in _ENOUGH_FOR[each[1]] and _within(span, each[2])
+        ]
+        return None if not found else self._graphs[min(found, key=lambda each: (each[0], len(_ENOUGH_FOR[each[1]])))]
+
+    def _capture(self, key: "_Key") -> None:
+        """Capture a step, unless something in it cannot be."""
+        kept = [(tensor, tensor.clone()) for tensor in (self.tokens, self.slots, self.positions, self.blocks)]
+        try:
+            self._graphs[key] = self._captured(*key[:2])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # What runs eagerly all the same (a module that reads values on the host) is only slower.
+            self.capture, self.failure = False, str(error).partition("\n")[0]
+        finally:
             for tensor, before in kept:
                 tensor.copy_(before)
-        return self._graphs.get(key)
+        # None of them is under way: a capture waits for the device.
+        later = [each for each in self._graphs if each not in self._ahead]
+        for each in later[: max(0, len(later) - MOST_GRAPHS)]:
+            del self._graphs[each]
 
     def _captured(self, rows: int, mode: Mode) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture a step, run before for no row at all."""

@@ -89,7 +89,7 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     import torch
 
     from lapcli.families.loading import load_tokenizer, resolve_model
-    from lapcli.runtime import Batch, Engine, GenerationSettings
+    from lapcli.runtime import Batch, Engine
     from lapcli.serving.costs import told_of
 
     source = resolve_model(settings.model)
@@ -117,13 +117,7 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     if rows > 1:
         engine = Engine(model, max_rows=rows, kv_bytes=kv_bytes, **room)
     piece = settings.piece or (_GPU_PIECE if device.type == "cuda" else _CPU_PIECE)
-    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= rows]
-    for way in (
-        GenerationSettings(),
-        GenerationSettings(temperature=1.0),
-        GenerationSettings(temperature=1.0, top_p=0.9),
-    ):
-        engine.warm_up(sorted({*sizes, rows}), way)
+    engine.warm_up_for_all()
     facts = {
         "max_length": settings.max_length,
         "rows": rows,
