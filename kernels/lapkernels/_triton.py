@@ -92,6 +92,15 @@ def is_hopper(index: int = 0) -> bool:
     return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] == 9
 
 
+def runs_on_hopper(device: torch.device) -> bool:
+    """Whether kernels that are cut for Hopper, its TMA and shared memory, can run where these tensors lie."""
+    if is_interpreted():
+        return True
+    if _compiling_only is not None:
+        return _compiling_only == 90
+    return device.type == "cuda" and is_hopper(device.index or 0)
+
+
 @contextmanager
 def first_configurations() -> Generator[None]:
     """Let every autotuner take its first configuration that runs, without a search; those of fla take minutes.

@@ -127,6 +127,7 @@ def trials(device: torch.device, *, thorough: bool = False) -> list[Trial]:
         *_attend_step(device),
         *_norm(device),
         *_thin_linear(device),
+        *_few_linear(device),
         *_short_conv(device),
     ]
     return sorted(found, key=lambda trial: trial.cost)
@@ -494,6 +495,45 @@ def _thin_linear(device: torch.device) -> Iterator[Trial]:
 
         why = why_not(impl, device, dtype, rows)
         yield Trial("thin_linear", impl, "norm, SwiGLU, residual", "forward", dtype, why, run)
+
+
+def _few_linear(device: torch.device) -> Iterator[Trial]:
+    """A product of few rows, whole and in parts that the norm behind it adds up, against their formulas in fp64."""
+    from lapkernels.few_linear import IMPLEMENTATIONS, few_linear, why_not
+    from lapkernels.norm import rms_norm
+
+    rows, width, outputs = 33, 1352, 200
+
+    def draw(dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x, weight, bias, residual = (
+            torch.randn(*shape, generator=generator, dtype=torch.float64)
+            for shape in ((rows, width), (outputs, width), (outputs,), (rows, outputs))
+        )
+        return [value.to(dtype) for value in (x, weight * width**-0.5, bias, residual)]
+
+    for impl in IMPLEMENTATIONS:
+        if impl == "auto":
+            continue
+        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+
+        def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
+            given = draw(dtype)
+            x, weight, bias, residual = (value.to(device) for value in given)
+            parts = few_linear(x, weight, bias, scale=0.5, apart=True, impl=impl)
+            actual = {
+                "whole": few_linear(x, weight, bias, scale=0.5, impl=impl),
+                "summed by a norm": rms_norm(parts, residual[0], residual=residual, shares=True).residual,
+            }
+            wide = [value.double() for value in given]
+            product = 0.5 * (wide[0] @ wide[1].t() + wide[2])
+            truth = {"whole": product, "summed by a norm": wide[3] + product}
+            # What a plain computation rounds: its result, and in fp32 the sums too.
+            plain = {name: value.to(dtype) for name, value in truth.items()}
+            return precisions(actual, truth, plain, dtype, width if dtype == torch.float32 else 1)
+
+        why = why_not(impl, device, dtype, rows, width)
+        yield Trial("few_linear", impl, "whole, in parts", "forward", dtype, why, run)
 
 
 def _short_conv(device: torch.device) -> Iterator[Trial]:

@@ -11,10 +11,14 @@ from lapcli.runtime.layers import ROTATION, Norm, Rows
 
 
 class Kind(Protocol):
-    """What a row may go through: a part that can also do its norm and sum within its products."""
+    """What a row may go through: a part that can also do its norm and sum within its products, or leave a sum."""
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """`[B, D]` to the same."""
+        ...
+
+    def split(self, hidden: Tensor, rows: Rows, scale: float) -> Tensor:
+        """The same times `scale`, or `[S, B, D]`, whose sum that is."""
         ...
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
@@ -48,16 +52,26 @@ class Either:
         """`[B, D]` to the same."""
         return self._run(hidden, rows, lambda kind, x, own: kind(x, own))
 
+    def split(self, hidden: Tensor, rows: Rows, scale: float) -> Tensor:
+        """The same times `scale`, the sum of the last product left to what reads it where all rows agree."""
+        kind = self._only(rows)
+        return self(hidden, rows) * scale if kind is None else kind.split(hidden, rows, scale)
+
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
         """The same with norm and sum."""
         return self._run(x, rows, lambda kind, part, own: kind.direct(part, norm, scale, own))
 
-    def _run(self, x: Tensor, rows: Rows, run: Callable[[Kind, Tensor, Rows], Tensor]) -> Tensor:
+    def _only(self, rows: Rows) -> Kind | None:
+        """The kind of all rows, where they agree."""
         assert rows.mix is not None
         if rows.mix.most <= self.rank:
-            return run(self.attention, x, rows)
-        if rows.mix.least > self.rank:
-            return run(self.states, x, rows)
+            return self.attention
+        return self.states if rows.mix.least > self.rank else None
+
+    def _run(self, x: Tensor, rows: Rows, run: Callable[[Kind, Tensor, Rows], Tensor]) -> Tensor:
+        if (only := self._only(rows)) is not None:
+            return run(only, x, rows)
+        assert rows.mix is not None
         if self.prepare is not None:
             self.prepare(rows)
         converted = rows.mix.converted > self.rank

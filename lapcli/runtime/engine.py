@@ -96,6 +96,8 @@ class Engine:
         graphs: whether to capture CUDA graphs; default: on a CUDA device.
         thin: rows of a step, at most, whose norms and sums are done within products (`lapkernels.thin_linear`);
             default: `THIN_ROWS` where that has a compiled kernel, else none.
+        few: rows of a step, at most, whose products are those of `lapkernels.few_linear`, 0 for none; default: those of
+            the rows and shapes that were measured to be faster than PyTorch's (16 to 64 rows on a Hopper).
 
     Attributes:
         device: where.
@@ -120,6 +122,7 @@ class Engine:
         state_dtype: torch.dtype = torch.float32,
         graphs: bool | None = None,
         thin: int | None = None,
+        few: int | None = None,
     ):
         if max_rows < 1:
             raise UsageError(f"max_rows = {max_rows}: an engine has room for 1 row at least")
@@ -154,6 +157,7 @@ class Engine:
         if isinstance(self.plan, Plan):
             compiled = select_thin(self.device, self.dtype).name == "triton"
             self.plan.thin = (THIN_ROWS if compiled else 0) if thin is None else thin
+            self.plan.few = few
         if graphs and isinstance(prefiller := self.plan.prefiller, OwnPrefiller):
             prefiller.pieces = Pieces(model, capture=True)
         self._path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)

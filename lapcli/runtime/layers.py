@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lapcli.runtime.pools import RecurrentPool
 from lapkernels.delta_step import ConvState, delta_step
+from lapkernels.few_linear import few_linear, is_faster
 from lapkernels.norm import rms_norm, swiglu
 from lapkernels.thin_linear import Normed, thin_linear
 
@@ -51,6 +52,7 @@ class Rows:
         mix: of configurations; `None` for a model that has one.
         blocks: `[layers, B]`, int32, where each row's states lie of each layer whose states lie in pages; negative
             where it has none.
+        few: whether products are those of `lapkernels.few_linear`; `None`: where that was measured to be faster.
     """
 
     slots: Tensor
@@ -58,6 +60,7 @@ class Rows:
     longest: int | None = None
     mix: Mix | None = None
     blocks: Tensor = _NONE
+    few: bool | None = None
     kept: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,6 +81,30 @@ class DirectPart(Protocol):
         ...
 
 
+@runtime_checkable
+class SplitPart(Protocol):
+    """A part that can leave the sum of its last product to what reads it, where that product is for few rows."""
+
+    def split(self, hidden: Tensor, rows: Rows, scale: float) -> Tensor:
+        """`[B, D]`, normed, to `scale` times what the part gives, `[B, D]`, or `[S, B, D]` in fp32, to be summed."""
+        ...
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+    """`x W^T + bias`, by the kernel for few rows where the step asks for it."""
+    few = is_faster(x, weight) if rows.few is None else rows.few
+    return few_linear(x, weight, bias, ready=True) if few else F.linear(x, weight, bias)
+
+
+def split_linear(x: Tensor, layer: nn.Linear, rows: Rows, scale: float) -> Tensor:
+    """`scale (x W^T + bias)`, `[B, N]`; or `[S, B, N]`, to be summed, by the kernel for few rows."""
+    few = is_faster(x, layer.weight, apart=True) if rows.few is None else rows.few
+    if few:
+        return few_linear(x, layer.weight, layer.bias, scale=scale, apart=True, ready=True)
+    found = layer(x)
+    return found if scale == 1.0 else found * scale
+
+
 class Norm:
     """`x / rms(x) * weight`, summed in fp32, with a residual addition before it.
 
@@ -93,12 +120,20 @@ class Norm:
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Normalise `[B, D]`, into `dtype`."""
-        return rms_norm(x, self.weight, self.eps, offset=self.offset).output.to(dtype)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, dtype=dtype).output
 
     def after(self, x: Tensor, change: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`x + change` in x's dtype, and its norm in `dtype`: one kernel on a GPU."""
-        normed, total = rms_norm(change, self.weight, self.eps, residual=x, offset=self.offset)
-        return total, normed.to(dtype)
+        """`x + change` in x's dtype, and its norm in `dtype`: one kernel on a GPU. `change` may be `[S, B, D]`."""
+        normed, total = rms_norm(
+            change,
+            self.weight,
+            self.eps,
+            residual=x,
+            offset=self.offset,
+            shares=change.ndim > x.ndim,
+            dtype=dtype,
+        )
+        return total, normed
 
 
 class LayerNorm(Norm):
@@ -266,7 +301,13 @@ class DeltaMixer:
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Take one token of each row in, write its state, read it."""
-        return self.output(self._step(F.linear(hidden, self.weight), rows))
+        return linear(
+            self._step(linear(hidden, self.weight, None, rows), rows), self.output.weight, self.output.bias, rows
+        )
+
+    def split(self, hidden: Tensor, rows: Rows, scale: float) -> Tensor:
+        """The same, the sum of the last product left to what reads it."""
+        return split_linear(self._step(linear(hidden, self.weight, None, rows), rows), self.output, rows, scale)
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
         """The same with norm and sum."""
@@ -325,8 +366,14 @@ class GatedMlp:
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """`[B, D]` to the same."""
-        inner = F.linear(hidden, self.weight, self.bias)
-        return self.down(swiglu(inner[:, : 2 * self.width]))
+        return linear(self._inner(hidden, rows), self.down.weight, self.down.bias, rows)
+
+    def split(self, hidden: Tensor, rows: Rows, scale: float) -> Tensor:
+        """The same, the sum of the last product left to what reads it."""
+        return split_linear(self._inner(hidden, rows), self.down, rows, scale)
+
+    def _inner(self, hidden: Tensor, rows: Rows) -> Tensor:
+        return swiglu(linear(hidden, self.weight, self.bias, rows)[:, : 2 * self.width])
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
         """The same with norm and sum."""
@@ -346,9 +393,9 @@ class Head:
     def __init__(self, linear: nn.Linear, scale: float = 1.0, *, widened: bool = False):
         self.linear, self.scale, self.widened = linear, scale, widened
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """`[B, D]`, normed, to `[B, vocabulary]`."""
-        logits = self.linear(hidden)
+        logits = linear(hidden, self.linear.weight, self.linear.bias, rows)
         logits = logits.float() if self.widened else logits
         return logits if self.scale == 1.0 else logits * self.scale
 

@@ -25,6 +25,8 @@ from lapcli.runtime.layers import (
     Rows,
     Sum,
     fused,
+    linear,
+    split_linear,
 )
 from lapcli.runtime.library_models import Builder, mlp, norm
 from lapcli.runtime.pages import AttentionPool
@@ -109,7 +111,13 @@ class Mixer:
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Take one token of each row in."""
-        return self.output(self._step(F.linear(hidden, self.weight, self.bias), rows))
+        mixed = self._step(linear(hidden, self.weight, self.bias, rows), rows)
+        return linear(mixed, self.output.weight, self.output.bias, rows)
+
+    def split(self, hidden: Tensor, rows: Rows, scale: float) -> Tensor:
+        """The same, the sum of the last product left to what reads it."""
+        mixed = self._step(linear(hidden, self.weight, self.bias, rows), rows)
+        return split_linear(mixed, self.output, rows, scale)
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
         """The same with norm and sum."""
@@ -194,6 +202,12 @@ class OffloadedAttention(AttentionMixer):
         assert rows.mix is not None
         with self.offload.at_hand(self.layer, rows.mix.least):
             return super().__call__(hidden, rows)
+
+    def split(self, hidden: Tensor, rows: Rows, scale: float) -> Tensor:
+        """The same, the sum of the last product left to what reads it."""
+        assert rows.mix is not None
+        with self.offload.at_hand(self.layer, rows.mix.least):
+            return super().split(hidden, rows, scale)
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
         """The same with norm and sum."""

@@ -6,7 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapcli.runtime.layers import GatedMlp, Head, LibraryModule, Norm, Part, Rows, Sum, fused, laid_by_tap
+from lapcli.runtime.layers import (
+    GatedMlp,
+    Head,
+    LibraryModule,
+    Norm,
+    Part,
+    Rows,
+    Sum,
+    fused,
+    laid_by_tap,
+    linear,
+    split_linear,
+)
 from lapcli.runtime.library_models import Builder, mlp, norm
 from lapcli.runtime.pools import RecurrentPool, RecurrentShape
 from lapkernels.ssd_step import ConvState, ssd_step
@@ -69,8 +81,15 @@ class SsdMixer:
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Take one token of each row in, write its state, read it."""
+        return linear(self._mixed(hidden, rows), self.output.weight, self.output.bias, rows)
+
+    def split(self, hidden: Tensor, rows: Rows, scale: float) -> Tensor:
+        """The same, the sum of the last product left to what reads it."""
+        return split_linear(self._mixed(hidden, rows), self.output, rows, scale)
+
+    def _mixed(self, hidden: Tensor, rows: Rows) -> Tensor:
         hidden = hidden if self.before == 1.0 else hidden * self.before
-        return self.output(self._step(F.linear(hidden, self.weight, self.bias), rows))
+        return self._step(linear(hidden, self.weight, self.bias, rows), rows)
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:
         """The same with norm and sum. (Where the input has a factor, the mixer is within a `Sum`, which has none.)"""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapcli.errors import ModelError
-from lapcli.runtime.layers import DirectPart, Head, LayerNorm, Norm, Part, Rows
+from lapcli.runtime.layers import DirectPart, Head, LayerNorm, Norm, Part, Rows, SplitPart
 from lapcli.runtime.pages import AttentionPool
 from lapcli.runtime.pools import RecurrentPool
 from lapcli.runtime.prefill import Prefiller
@@ -63,6 +63,8 @@ class Plan:
         residual_dtype: of the stream between sublayers; `None` for the embedding's.
         together: rows of one prefill, at most.
         thin: rows of a step, at most, whose norms and sums are done within products.
+        few: rows of a step, at most, whose products are those of `lapkernels.few_linear`; `None`: those that were
+            measured to be faster.
         kernels: of each operator that keeps something of a row, what chooses its implementation.
         prefillers: those of configurations, by their converted layers, where the model comes in several.
     """
@@ -77,6 +79,7 @@ class Plan:
     residual_dtype: torch.dtype | None = None
     together: int = 256
     thin: int = 0
+    few: int | None = None
     kernels: tuple[Callable[[torch.device, torch.dtype], Choice], ...] = (select_delta,)
     prefillers: Mapping[int, Prefiller] = field(default_factory=dict)
 
@@ -88,21 +91,25 @@ class Plan:
         x = x if self.residual_dtype is None else x.to(self.residual_dtype)
         change: Tensor | None = None
         thin = len(tokens) <= self.thin
+        rows.few = None if self.few is None else len(tokens) <= self.few
         for sub in self.sublayers:
             if thin and sub.norm is not None and sub.after is None and isinstance(sub.part, DirectPart):
-                x = x if change is None else x + change
+                x = x if change is None else _sum(x, change)
                 x, change = sub.part.direct(x, sub.norm, sub.scale, rows), None
                 continue
             x, hidden = _normed(x, change, sub.norm, dtype)
+            if sub.after is None and isinstance(sub.part, SplitPart):
+                change = sub.part.split(hidden, rows, sub.scale)
+                continue
             change = sub.part(hidden, rows)
             if sub.after is not None:
                 change = sub.after(change, dtype)
             if sub.scale != 1.0:
                 change = change * sub.scale
         if thin and not isinstance(self.final, LayerNorm):
-            return self.head.direct(x if change is None else x + change, self.final)
+            return self.head.direct(x if change is None else _sum(x, change), self.final)
         _, hidden = _normed(x, change, self.final, dtype)
-        return self.head(hidden)
+        return self.head(hidden, rows)
 
     def prefiller_of(self, converted: int) -> Prefiller:
         """The forward pass of a configuration; of the model, where it has one."""
@@ -124,11 +131,18 @@ class Plan:
                 tensor[slot].zero_()
 
 
+def _sum(x: Tensor, change: Tensor) -> Tensor:
+    """The stream with what was computed added, which may be in parts `[S, B, D]`."""
+    return x + change if change.ndim == x.ndim else (x + change.sum(0)).to(x.dtype)
+
+
 def _normed(x: Tensor, change: Tensor | None, norm: Norm | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The stream with what was computed added, and what the next part reads."""
     if norm is None:
-        x = x if change is None else x + change
+        x = x if change is None else _sum(x, change)
         return x, x.to(dtype)
+    if change is not None and change.ndim > x.ndim and isinstance(norm, LayerNorm):
+        x, change = _sum(x, change), None
     return (x, norm(x, dtype)) if change is None else norm.after(x, change, dtype)
 
 

@@ -13,6 +13,7 @@ from lapcli.doctor.kernels import (
     _attend_step,
     _checked,
     _delta_step,
+    _few_linear,
     _norm,
     _ssd_step,
     _thin_linear,
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 def own_file(tmp_path, monkeypatch):
     monkeypatch.setenv(verdicts.FILE_VARIABLE, str(tmp_path / "verdicts.json"))
     # Decode steps have tests of their own; here they would only take time.
-    for operator in ("_delta_step", "_ssd_step", "_attend_step", "_norm", "_thin_linear", "_short_conv"):
+    for operator in ("_delta_step", "_ssd_step", "_attend_step", "_norm", "_thin_linear", "_few_linear", "_short_conv"):
         monkeypatch.setattr(f"lapcli.doctor.kernels.{operator}", lambda _device: ())
     for made in ("dual_state_trials", "dual_state_step_trials"):
         monkeypatch.setattr(f"lapcli.doctor.dual_states.{made}", lambda _device: ())
@@ -232,3 +233,22 @@ def test_thin_layers_are_checked_too(monkeypatch):
     assert "gated" in checked().detail
     monkeypatch.setattr(module, "thin_linear", lambda *a, **k: right(*a, **k) * (1.001 if "norm" in k else 1))
     assert "normed" in checked().detail
+
+
+def test_products_of_few_rows_are_checked_too(monkeypatch):
+    def checked():
+        (trial,) = [trial for trial in _few_linear(CPU) if trial.impl == "reference"]
+        return _checked(trial, CPU)
+
+    assert {trial.impl for trial in _few_linear(CPU)} == {"reference", "triton", "gluon"}
+    assert checked().status == "right"
+    module = importlib.import_module("lapkernels.few_linear")
+    right = module.few_linear
+    for wrong, name in ((False, "whole"), (True, "summed by a norm")):
+        monkeypatch.setattr(
+            module, "few_linear", lambda *a, apart=False, wrong=wrong, **k: right(*a, apart=apart, **k) * (
+                1.001 if apart == wrong else 1
+            )
+        )  # fmt: skip
+        assert checked().status == "wrong"
+        assert name in checked().detail

@@ -29,6 +29,24 @@ def test_the_sum_is_rounded_before_it_is_normed():
     assert wide.output.dtype == BF16
 
 
+def test_shares_of_a_product_are_summed_before_the_residual():
+    shares, weight = torch.randn(3, 2, 5, 7, dtype=F64), torch.randn(7, dtype=F64)
+    residual = torch.randn(2, 5, 7, dtype=F64)
+    found = rms_norm(shares, weight, residual=residual, shares=True)
+    whole = rms_norm(shares[0] + shares[1] + shares[2], weight, residual=residual)
+    torch.testing.assert_close(found.output, whole.output)
+    torch.testing.assert_close(found.residual, whole.residual)
+    # Rounded once, as it is kept: half a step of bf16 at 1, and one in a hundred of a step above, go up.
+    shares, ones = torch.tensor([2**-8, 2**-8 / 100]).view(2, 1, 1), torch.ones(1)
+    found = rms_norm(shares, ones, residual=torch.ones(1, 1, dtype=BF16), shares=True, dtype=BF16)
+    assert found.residual.dtype == found.output.dtype == BF16
+    assert found.residual.item() == 1 + 2**-7
+    # One share is not rounded either.
+    found = rms_norm(shares.sum(0, keepdim=True), ones, residual=torch.ones(1, 1, dtype=BF16), shares=True)
+    assert found.residual.item() == 1 + 2**-7
+    assert found.output.dtype == torch.float32
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_as_the_library_norms(offset):
     from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm
@@ -80,6 +98,9 @@ def test_what_is_refused():
         (lambda: rms_norm(x.long(), torch.ones(8)), "dtype"),
         (lambda: rms_norm(x, torch.ones(8), gate=torch.zeros(2, 7)), "gate has shape"),
         (lambda: rms_norm(x, torch.ones(8), gate=x, gate_activation="relu"), "relu"),
+        (lambda: rms_norm(x, torch.ones(8), shares=True), "no residual"),
+        (lambda: rms_norm(x, torch.ones(8), residual=x, shares=True), "residual has shape"),
+        (lambda: rms_norm(x[0], torch.ones(8), residual=x, shares=True), "x has shape"),
         (lambda: swiglu(torch.zeros(2, 7)), "gate and up"),
         (lambda: swiglu(x, torch.zeros(2, 7)), "up has shape"),
         (lambda: swiglu(x, impl="magic"), "magic"),

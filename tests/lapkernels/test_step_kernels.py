@@ -104,6 +104,15 @@ INTERPRETED = {
             found, wanted = (rms_norm(x, weight, residual=held, offset=1.0, impl=i) for i in ("triton", "reference"))
             torch.testing.assert_close(found.output, wanted.output, rtol=2**-10, atol=0)
             assert torch.equal(found.residual, wanted.residual)
+        shares = torch.randn(4, 3, 2, 37)
+        for held, count in ((residual, 4), (residual.half(), 4), (residual, 1), (residual.half()[:1, :1], 3)):
+            given = {"residual": held, "shares": True, "dtype": torch.float16}
+            x_shares = shares[:count, :len(held), :held.shape[1]].contiguous()
+            found, wanted = (rms_norm(x_shares, weight, impl=i, **given) for i in ("triton", "reference"))
+            assert found.output.dtype == torch.float16 and found.residual.dtype == held.dtype
+            step = torch.finfo(held.dtype).eps
+            torch.testing.assert_close(found.residual, wanted.residual, rtol=2 * step, atol=2**-21)
+            torch.testing.assert_close(found.output, wanted.output, rtol=2**-8, atol=2**-20)
         for f in ("silu", "sigmoid"):
             gate = torch.randn(3, 2, 50)[..., :37]
             found, wanted = (rms_norm(x, weight, gate=gate, gate_activation=f, impl=i) for i in ("triton", "reference"))

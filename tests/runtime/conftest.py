@@ -1,5 +1,7 @@
 import pytest
+import torch
 
+import lapcli.runtime.layers
 from lapcli.families.loading import load_model, load_tokenizer, resolve_model
 from lapcli.runtime import Engine
 from lapcli.testing.models import tiny_gated_deltanet
@@ -28,3 +30,21 @@ def tokenizer(source):
 @pytest.fixture
 def engine(source):
     return Engine(load_model(source), max_rows=4)
+
+
+@pytest.fixture
+def few_products(monkeypatch):
+    """Whether the sum was left to the reader, of each product of few rows; those that leave it do so in three parts."""
+    calls = []
+    plain = lapcli.runtime.layers.few_linear
+
+    def product(x, weight, bias=None, *, scale=1.0, apart=False, ready=False):
+        calls.append(apart)
+        assert ready
+        if not apart:
+            return plain(x, weight, bias, scale=scale)
+        parts = zip(x.chunk(3, 1), weight.chunk(3, 1), (bias, None, None), strict=True)
+        return torch.cat([plain(a, b.contiguous(), c, scale=scale, apart=True) for a, b, c in parts])
+
+    monkeypatch.setattr(lapcli.runtime.layers, "few_linear", product)
+    return calls

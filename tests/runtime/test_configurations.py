@@ -63,6 +63,8 @@ WAYS = {
     "norms and sums within products": {"thin": 8},
     "both": {"by_index": False, "thin": 8},
     "offloaded": {"offload": True},
+    "products of few rows": {"few": 8},
+    "products of few rows, offloaded": {"few": 8, "offload": True},
 }
 
 

@@ -121,6 +121,47 @@ def test_few_rows_within_products(tmp_path, name):
             assert distance(logits, full_logits(reference, row)) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_products_of_few_rows(tmp_path, name, few_products):
+    """By kernels of their own, sums left to the norms behind them: the same logits."""
+    make, config = MODELS[name]
+    source = resolve_model(str(make(tmp_path / "m", **config)))
+    reference, engine, rows = load_model(source), Engine(load_model(source), max_rows=3, few=2), prompts_of(2, 9, 4)
+    slots = [found.slot for found in engine.prefill_rows(rows)]
+    for count in (2, 3, 2):
+        for row in rows[:count]:
+            row.append(5)
+        for row, logits in zip(rows, engine.step([5] * count, slots[:count]), strict=False):
+            assert distance(logits, full_logits(reference, row)) < TOLERANCE
+        # Three rows are not few, here.
+        few_products.append(count)
+    block = [False, True] * 2 * len(reference.model.layers) + [False]
+    assert few_products == ([2, 3, 2] if "library" in name else [*block, 2, 3, *block, 2])
+
+
+def test_what_is_faster_is_asked_of_each_product(source, monkeypatch, few_products):
+    """Unless rows are said: of each of its own, and of those that leave a sum."""
+    asked = []
+
+    def faster(x, weight, apart=False):
+        asked.append((len(x), apart))
+        return len(asked) % 2 == 0
+
+    monkeypatch.setattr("lapcli.runtime.layers.is_faster", faster)
+    engine = Engine(load_model(source), max_rows=2)
+    slots = [found.slot for found in engine.prefill_rows(prompts_of(2, 9))]
+    engine.step([5, 6], slots)
+    products = 4 * len(engine.plan.recurrent) + 1
+    assert asked == [(2, number % 2 == 1) for number in range(products)]
+    assert few_products == [True] * (products // 2)
+    for few, count in ((0, 0), (2, products)):
+        few_products.clear()
+        engine.plan.few = few
+        engine.step([5, 6], slots)
+        assert len(few_products) == count
+    assert len(asked) == products
+
+
 def test_many_steps_at_once_are_the_steps_one_by_one(source, engine):
     rows = prompts_of(4, 8)
     other = Engine(load_model(source), max_rows=2)

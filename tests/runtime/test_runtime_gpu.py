@@ -1,12 +1,16 @@
 """The engine on a GPU: graphs give what eager steps give, and both what the library gives."""
 
+import copy
+
 import pytest
 import torch
 
+from lapcli.benchmarks.speed.configs import CONFIGS
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.models.cache import RecurrentCache
 from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.runtime.pieces import Pieces
+from lapcli.runtime.random_models import random_model
 from lapcli.testing.decoding import cached_logits, distance, full_logits, held_tensors, prompts_of
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.stock_models import tiny_stock_model
@@ -106,12 +110,13 @@ def test_stock_models_in_fp32_against_the_librarys_decoding(folders, name):
 
 
 @pytest.mark.parametrize("name", [*OWN, *STOCK])
-@pytest.mark.parametrize(("dtype", "thin"), [(torch.float32, 4), (BF16, 4), (BF16, 0)], ids=str)
-def test_a_graph_is_its_steps(folders, name, dtype, thin):
+@pytest.mark.parametrize(("dtype", "thin", "few"), [(torch.float32, 4, 0), (BF16, 4, 0), (BF16, 0, 0), (BF16, 0, 4)])
+def test_a_graph_is_its_steps(folders, name, dtype, thin, few):
     """To the bit: the same kernels over as many rows, two of them padding."""
     source = folders(name)
     captured, eager = (
-        Engine(loaded(source, dtype), max_rows=4, max_length=99, graphs=graphs, thin=thin) for graphs in (True, False)
+        Engine(loaded(source, dtype), max_rows=4, max_length=99, graphs=graphs, thin=thin, few=few)
+        for graphs in (True, False)
     )
     # The longer one gets its second page on the way.
     rows = prompts_of(5, 62)
@@ -263,6 +268,41 @@ def test_bf16_states_and_triton_by_name(folders):
         allowed = distance(full_logits(own, row).float().cpu(), truth)
         # A step rounds the state by 2^-9 of its values, and there were six roundings.
         assert distance(engine.step(row[-1:], [slot])[0].float().cpu(), truth) < 2 * allowed + 7 * 2**-9
+
+
+@pytest.mark.parametrize("name", [*OWN, "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba", "falcon_h1"])
+def test_products_of_few_rows_in_bf16(folders, name):
+    """As near to fp32 as torch's products are, whatever reads the sums that are left."""
+    source = folders(name)
+    reference, prompt = load_model(source), prompts_of(20)[0]
+    further, found = [4, 5, 6, 7], []
+    for few in (0, 2):
+        engine = Engine(loaded(source, BF16), max_rows=2, max_length=64, thin=0, few=few)
+        slot = engine.prefill(prompt).slot
+        found.append([engine.step([token], [slot])[0].float().cpu() for token in further])
+        assert engine.path.fast, str(engine.path)
+    truths = full_logits(reference, [*prompt, *further], len(further))
+    plain, own = (max(map(distance, logits, truths)) for logits in found)
+    assert own < 2 * plain + 2**-8
+
+
+@pytest.mark.parametrize("rows", [16, 40, 64])
+def test_products_of_the_size_of_a_model(rows):
+    """What is chosen at this size, by two blocks of the model that figures are of, against torch's and fp32."""
+    config = {**CONFIGS["gdn"], "num_hidden_layers": 2, "head_dim": 128, "expand_v": 4.0}
+    model = random_model(config, device=torch.device("cuda"), dtype=BF16, seed=0)
+    made, tokens = {}, list(range(rows))
+    for key, dtype, few in (("fp32", torch.float32, 0), ("torch", BF16, 0), ("ours", BF16, None)):
+        engine = Engine(copy.deepcopy(model).to(dtype), max_rows=64, few=few)
+        slots = engine.occupy(rows, 3)
+        engine.step(tokens, slots)
+        made[key] = engine.step(tokens, slots).float().clone()
+        assert engine.path.graph, str(engine.path)
+    plain, own = (distance(made[key], made["fp32"]) for key in ("torch", "ours"))
+    assert own < 1.5 * plain
+    if torch.cuda.get_device_capability()[0] == 9:
+        # The two are not the same, or nothing was chosen.
+        assert not torch.equal(made["torch"], made["ours"])
 
 
 def test_decoding_waits_for_nothing(folders):

@@ -8,7 +8,7 @@ import lapcli.runtime.mamba
 from lapcli.errors import ModelError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
-from lapcli.runtime.layers import DirectPart
+from lapcli.runtime.layers import DirectPart, SplitPart
 from lapcli.runtime.llama_models import TRANSFORMERS
 from lapcli.runtime.planned import PLANS
 from lapcli.testing.decoding import cached_logits, distance, full_logits, prompts_of, spoil
@@ -135,6 +135,26 @@ def test_few_rows_within_products(models, monkeypatch):
     found = engine.step([8, 9], slots[:2])
     direct = sum(isinstance(sub.part, DirectPart) and sub.after is None for sub in engine.plan.sublayers)
     assert len(calls) == 2 * direct + 1
+    for row, taken, logits in zip(rows, ((5, 8), (6, 9)), found, strict=False):
+        assert distance(logits, full_logits(reference, [*row, *taken])) < bound
+
+
+def test_products_of_few_rows(models, few_products):
+    """By kernels of their own, sums left to what reads them, whatever that is: the same logits."""
+    name, reference, model = models
+    engine = Engine(model, max_rows=3, max_length=64, few=2)
+    if name in BY_THE_LIBRARY:
+        return
+    rows = prompts_of(4, 9, 2)
+    bound = tolerance(reference, rows)
+    slots = [found.slot for found in engine.prefill_rows(rows)]
+    engine.step([5, 6, 7], slots)
+    assert not few_products
+    found = engine.step([8, 9], slots[:2])
+    split = sum(isinstance(sub.part, SplitPart) and sub.after is None for sub in engine.plan.sublayers)
+    assert few_products.count(True) == split
+    # Parts within others, or with a norm behind them, leave no sum.
+    assert few_products.count(False) >= split + 1
     for row, taken, logits in zip(rows, ((5, 8), (6, 9)), found, strict=False):
         assert distance(logits, full_logits(reference, [*row, *taken])) < bound
 

@@ -133,6 +133,19 @@ def test_few_rows_do_norms_and_sums_within_products(name, monkeypatch):
     assert len(calls) == (0 if name == "phi" else 3 * 4 + 1)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2, windows", "qwen3", "phi3, cut", "phi"])
+def test_products_of_few_rows(name, few_products):
+    """By kernels of their own, with biases where there are such, sums left to the norms: the same logits."""
+    reference = made(name)
+    engine = Engine(copy.deepcopy(reference), max_rows=3, max_length=32, few=3)
+    rows = prompts_of(4, 3, 9, high=60)
+    slots = [found.slot for found in engine.prefill_rows(rows)]
+    for logits, row in zip(engine.step([5, 6, 7], slots), rows, strict=True):
+        assert distance(logits, full_logits(reference, [*row, 5 + rows.index(row)])) < FP32
+    # Two of each mixer, two of each MLP, the head; Phi's mixers leave no sum, and its MLPs are the library's.
+    assert few_products == ([False] * (3 * 2 + 1) if name == "phi" else [False, True] * (3 * 2) + [False])
+
+
 def test_samples_do_not_depend_on_the_batch():
     """Rows that share steps with others, join late and leave early, in a batch with padding."""
     for name in ("llama", "llama, two layers", "phi, all"):

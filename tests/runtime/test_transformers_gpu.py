@@ -73,9 +73,10 @@ def test_fp32_against_the_librarys_pass_on_the_cpu(name):
     assert engine.path.fast, str(engine.path)
 
 
+@pytest.mark.parametrize("settings", [{}, {"thin": 0, "few": 2}], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_bf16_is_as_near_as_the_librarys_decoding(name):
-    reference, engine = made(name, device="cpu"), Engine(made(name, BF16), max_rows=2, max_length=64)
+def test_bf16_is_as_near_as_the_librarys_decoding(name, settings):
+    reference, engine = made(name, device="cpu"), Engine(made(name, BF16), max_rows=2, max_length=64, **settings)
     plain, (prompt,), further = made(name, BF16), prompts_of(20, high=60), [4, 5, 6, 7]
     slot = engine.prefill(prompt).slot
     found = [engine.step([token], [slot])[0].float().cpu() for token in further]
@@ -86,12 +87,13 @@ def test_bf16_is_as_near_as_the_librarys_decoding(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("dtype", "thin"), [(torch.float32, 4), (BF16, 4), (BF16, 0)], ids=str)
-def test_a_graph_is_its_steps(name, dtype, thin):
+@pytest.mark.parametrize(("dtype", "thin", "few"), [(torch.float32, 4, 0), (BF16, 4, 0), (BF16, 0, 0), (BF16, 0, 4)])
+def test_a_graph_is_its_steps(name, dtype, thin, few):
     """To the bit: the same kernels over as many rows, two of them padding."""
     model = made(name, dtype)
     captured, eager = (
-        Engine(copy.deepcopy(model), max_rows=4, max_length=99, graphs=graphs, thin=thin) for graphs in (True, False)
+        Engine(copy.deepcopy(model), max_rows=4, max_length=99, graphs=graphs, thin=thin, few=few)
+        for graphs in (True, False)
     )
     # The longer one gets its second page on the way.
     rows, found = prompts_of(5, 62, high=60), []

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lapkernels.decoding.choice import KernelOrReference
@@ -17,7 +18,7 @@ class NormOutput(NamedTuple):
     """What `rms_norm` returns.
 
     Attributes:
-        output: normed, `[.., D]`, in x's dtype.
+        output: normed, `[.., D]`, in x's dtype or the one asked for.
         residual: what was normed: x, or its sum with the residual in the residual's dtype.
     """
 
@@ -38,6 +39,8 @@ def rms_norm(
     offset: float = 0.0,
     gate: Tensor | None = None,
     gate_activation: str = "silu",
+    shares: bool = False,
+    dtype: torch.dtype | None = None,
     impl: str = "auto",
 ) -> NormOutput:
     """`s / rms(s) * (weight + offset) * f(gate)`, where `s` is x or `residual + x`, in fp32 (fp64 for fp64) inside.
@@ -45,13 +48,17 @@ def rms_norm(
     The sum is rounded to the residual's dtype before it is normed, as where the two are apart.
 
     Args:
-        x: `[.., D]`, the last axis contiguous.
+        x: `[.., D]`, the last axis contiguous; with `shares` `[S, .., D]`.
         weight: `[D]`.
         eps: added to the mean square.
         residual: `[.., D]`, of a dtype of its own; `None` for none.
         offset: 1 for the families that keep the weight less one (Qwen3-Next, Qwen3.5).
         gate: `[.., D]`, of a dtype of its own; `None` for none.
         gate_activation: f: `silu`, `swish` (the same) or `sigmoid`.
+        shares: whether x is what a product along D, split, has left (`lapkernels.few_linear`): its first axis is
+            summed in fp32, the kernel in the axis' order, and only the sum with the residual, which there must be, is
+            rounded.
+        dtype: of the output; `None` for x's.
         impl: `auto` (see `select_impl`), `reference` or `triton`.
 
     Returns:
@@ -61,17 +68,17 @@ def rms_norm(
         InvalidInput: a shape, dtype, stride or device that breaks the contract.
         KernelUnavailable: an `impl` asked for by name that cannot run here.
     """
-    check_norm(x, weight, residual, gate, gate_activation)
+    check_norm(x, weight, residual, gate, gate_activation, shares)
     sigmoid = gate_activation == "sigmoid"
     if _CHOICE.chosen(impl, x.device, x.dtype) == "triton":
         # Here, since it imports triton.
         from lapkernels.norm.triton_norm import rms_norm_triton
 
         if x.shape[-1] <= _WIDEST:
-            return NormOutput(*rms_norm_triton(x, weight, eps, residual, offset, gate, sigmoid))
+            return NormOutput(*rms_norm_triton(x, weight, eps, residual, offset, gate, sigmoid, shares, dtype))
         if impl == "triton":
             raise KernelUnavailable(f"impl='triton' for the norm: a program holds rows of {_WIDEST}, not {x.shape[-1]}")
-    return NormOutput(*rms_norm_reference(x, weight, eps, residual, offset, gate, sigmoid))
+    return NormOutput(*rms_norm_reference(x, weight, eps, residual, offset, gate, sigmoid, shares, dtype))
 
 
 def swiglu(x: Tensor, up: Tensor | None = None, *, impl: str = "auto") -> Tensor:

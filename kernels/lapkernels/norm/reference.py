@@ -6,16 +6,30 @@ from torch import Tensor
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float, gate: Tensor | None, sigmoid: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    offset: float,
+    gate: Tensor | None,
+    sigmoid: bool,
+    shares: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as `rms_norm` has checked them; returns the output and the sum."""
-    total = x if residual is None else residual + x.to(residual.dtype)
+    total = x
+    if shares:
+        assert residual is not None
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = (residual.to(wide) + x.to(wide).sum(0)).to(residual.dtype)
+    elif residual is not None:
+        total = residual + x.to(residual.dtype)
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
     unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = unit * (weight.to(wide.dtype) + offset)
     if gate is not None:
         normed = normed * (torch.sigmoid if sigmoid else F.silu)(gate.to(wide.dtype))
-    return normed.to(x.dtype), total
+    return normed.to(dtype or x.dtype), total
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lapkernels._triton import may_begin_early
 from lapkernels.decoding.configs import power_of_two
-from lapkernels.decoding.triton_parts import sigmoid
+from lapkernels.decoding.triton_parts import sigmoid, take_turn
 
 _BLOCK = 1024
 _MANY = 4096
@@ -18,18 +19,26 @@ _MANY = 4096
 @triton.jit
 def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, gate_ptr, out_ptr, total_ptr, x_stride, residual_stride,
                      gate_stride, rows, width, eps, offset, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                     RESIDUAL: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr):  # fmt: skip
-    """ROWS rows: their sum with the residual is rounded as it is kept, and then normed, and then gated."""
+                     RESIDUAL: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, SHARES: tl.constexpr,
+                     EARLY: tl.constexpr):  # fmt: skip
+    """ROWS rows: their sum with the residual is rounded as it is kept, and then normed, and then gated.
+
+    SHARES of x, all rows of each one behind the other, are added up first; 0 where x is whole.
+    """
+    take_turn(EARLY)
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (at < width)
     x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
+    for share in tl.static_range(1, SHARES):
+        x += tl.load(x_ptr + (row + share * rows) * x_stride + at, mask=mask, other=0.0).to(tl.float32)
     if GATE:
         gate = tl.load(gate_ptr + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         dtype = total_ptr.dtype.element_ty
-        # The library rounds what is added first, then the sum.
-        x = x.to(dtype).to(tl.float32)
+        if SHARES == 0:
+            # The library rounds what is added first, then the sum.
+            x = x.to(dtype).to(tl.float32)
         x += tl.load(residual_ptr + row * residual_stride + at, mask=mask, other=0.0).to(tl.float32)
         total = x.to(dtype)
         tl.store(total_ptr + row * width + at, total, mask=mask)
@@ -43,8 +52,10 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, gate_ptr, out_ptr, total_p
 
 
 @triton.jit
-def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, blocks, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, blocks, BLOCK: tl.constexpr,
+                   EARLY: tl.constexpr):  # fmt: skip
     """A block of a row."""
+    take_turn(EARLY)
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
     at = pid % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -55,23 +66,37 @@ def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, blo
 
 
 def rms_norm_triton(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float, gate: Tensor | None, sigmoid: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    offset: float,
+    gate: Tensor | None,
+    sigmoid: bool,
+    shares: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as `rms_norm` has checked them; returns the output and the sum."""
-    rows, width = _rows(x), x.shape[-1]
+    shape = x.shape[1:] if shares else x.shape
+    rows, width = _rows(x), shape[-1]
+    number = shape.numel() // width
     held = rows if residual is None else _rows(residual)
     gates = rows if gate is None else _rows(gate)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+    total = x if residual is None else torch.empty(shape, dtype=residual.dtype, device=x.device)
     block = power_of_two(width)
     # Narrow rows, such as heads, several to a program; few rows, as in a step, one each.
-    together = min(max(1, _BLOCK // block), max(1, power_of_two(len(rows)) // _MANY))
-    launch: Any = _rms_norm_kernel[(-(-len(rows) // together),)]
+    together = min(max(1, _BLOCK // block), max(1, power_of_two(number) // _MANY))
+    # Shares are all on their way at once: fewer numbers of each to a thread.
+    of_a_warp = 256 if shares else 512
+    early = may_begin_early(x.device)
+    launch: Any = _rms_norm_kernel[(-(-number // together),)]
     with torch.cuda.device(x.device.index if x.is_cuda else -1):
         launch(
-            rows, held, weight, gates, out, total, rows.stride(0), held.stride(0), gates.stride(0), len(rows), width,
+            rows, held, weight, gates, out, total, rows.stride(0), held.stride(0), gates.stride(0), number, width,
             eps, offset, ROWS=together, BLOCK=block, RESIDUAL=residual is not None, GATE=gate is not None,
-            SIGMOID=sigmoid, num_warps=max(1, min(32, together * block // 512)),
+            SIGMOID=sigmoid, SHARES=len(x) if shares else 0, EARLY=early,
+            num_warps=max(1, min(32, together * block // of_a_warp)), launch_pdl=early,
         )  # fmt: skip
     return out, total
 
@@ -81,12 +106,13 @@ def swiglu_triton(gate: Tensor, up: Tensor) -> Tensor:
     gates, ups, width = _rows(gate), _rows(up), gate.shape[-1]
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block = min(_BLOCK, power_of_two(width))
-    blocks = -(-width // block)
+    blocks, early = -(-width // block), may_begin_early(gate.device)
     launch: Any = _swiglu_kernel[(len(gates) * blocks,)]
     with torch.cuda.device(gate.device.index if gate.is_cuda else -1):
         launch(
-            gates, ups, out, gates.stride(0), ups.stride(0), width, blocks, BLOCK=block, num_warps=max(1, block // 256)
-        )
+            gates, ups, out, gates.stride(0), ups.stride(0), width, blocks, BLOCK=block, EARLY=early,
+            num_warps=max(1, block // 256), launch_pdl=early,
+        )  # fmt: skip
     return out
 
 
