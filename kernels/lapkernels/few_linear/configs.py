@@ -1,7 +1,7 @@
 """How a product is cut into programs, and where that was measured to be faster than cuBLAS: nothing is searched.
 
-From `benchmarks.few_rows` on an H200 (2026-11-30, torch 2.11, triton 3.6): us of cuBLAS, Triton's kernel and Gluon's, for
-layers of a Gated DeltaNet of hidden size 2048. Each with a matrix that no cache holds, and in a chain of its like.
+From `benchmarks.few_rows` on an H200 (2026-11-30, torch 2.11, triton 3.6): us of cuBLAS, Triton's kernel and Gluon's
+for layers of a Gated DeltaNet of hidden size 2048, each with a matrix that no cache holds, in a chain of its like.
 
 =====================  ===============  =====  ======================  ======================  ======================
 layer                  N x D            apart  16 rows                 32 rows                 64 rows
