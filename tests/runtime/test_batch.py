@@ -185,15 +185,15 @@ def test_a_step_that_fails_halfway_is_done_again_with_fewer_rows(engine, referen
         batch.add(prompt, GenerationSettings(max_new_tokens=9))
     events = [event for _ in range(4) for event in batch.advance()]
     second = engine.plan.sublayers[2].part
-    whole = type(second).__call__
+    whole = type(second)._step
 
-    def fails(self, hidden, rows):
+    def fails(self, projected, rows):
         if self is second:
             raise torch.OutOfMemoryError
-        return whole(self, hidden, rows)
+        return whole(self, projected, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(second), "__call__", fails)
+        patch.setattr(type(second), "_step", fails)
         with pytest.raises(torch.OutOfMemoryError):
             batch.advance()
     assert (batch.active, batch.waiting, engine.slots.free) == (0, 3, 4)
