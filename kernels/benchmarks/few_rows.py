@@ -9,9 +9,9 @@ costs its own rows alone:
 
 cublas  F.linear, other settings of it, its operands swapped, splits by `torch.bmm`, pieces on streams, padding
 lt      every kernel that cuBLASLt's heuristics would choose from
-triton  `_few_rows_triton`
-gluon   `_few_rows_gluon`
-block   a block's four products with norms and activations between, by the best of the last two groups and by F.linear
+triton  `lapkernels.few_linear` in Triton: its choice, and other configurations
+gluon   the same in Gluon
+block   blocks' four products with norms and activations between, as the runtime has them, by `few_linear` and F.linear
 """
 
 import argparse
@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -31,11 +30,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from benchmarks._few_rows import Call, Plan
 from torch import Tensor
 
 from lapkernels import timing
 from lapkernels._triton import is_interpreted
+from lapkernels.few_linear.configs import FEWEST, PROCESSORS, FewConfig, choose
+from lapkernels.testing_few import poisoned
 
 ROWS = (64, 16, 32)
 GROUPS = ("cublas", "triton", "lt", "gluon", "block")
@@ -108,48 +108,11 @@ TOY = [
     Layer("inputs", 704, 64, 700),
 ]
 
-TRITON = [
-    Plan(128, 64, 100, 4, 1),
-    Plan(64, 64, 100, 4, 1),
-    Plan(128, 64, 200, 4, 1),
-    Plan(128, 64, 100, 4, 1, ask=512),
-    Plan(64, 64, 100, 4, 2),
-    Plan(128, 64, 200, 4, 0.5),
-    Plan(256, 64, 200, 8, 1),
-    Plan(64, 64, 100, 4, 1, ask=512, haste=True),
-    Plan(128, 64, 100, 4, 2),
-    Plan(64, 128, 200, 4, 1),
-    Plan(128, 64, 100, 4, 1, ask=8192, haste=True),
-    Plan(128, 64, 100, 4, 1, sums="kernel"),
-    Plan(128, 64, 100, 4, 1, sums="reader"),
-    Plan(64, 64, 100, 4, 1, sums="kernel"),
-    Plan(64, 64, 100, 4, 1, sums="reader"),
-    Plan(128, 64, 200, 4, 0.5, sums="reader"),
-]
-GLUON = [
-    Plan(128, 64, 200, 4, 1),
-    Plan(64, 64, 100, 4, 1),
-    Plan(128, 64, 100, 4, 1),
-    Plan(64, 64, 200, 4, 1),
-    Plan(128, 64, 100, 4, 1, haste=True),
-    Plan(64, 64, 100, 4, 2),
-    Plan(128, 64, 200, 4, 0.5),
-    Plan(256, 64, 200, 8, 1),
-    Plan(128, 64, 200, 4, 1, ask=512),
-    Plan(128, 64, 100, 4, 1, ask=1024, haste=True),
-    Plan(64, 64, 100, 4, 1, ask=512, haste=True),
-    Plan(128, 64, 100, 4, 2),
-    Plan(128, 128, 200, 8, 1),
-    Plan(64, 128, 200, 4, 1),
-    Plan(128, 64, 200, 4, 1, sums="reader"),
-    Plan(128, 64, 100, 4, 1, sums="reader"),
-    Plan(64, 64, 100, 4, 1, sums="reader"),
-    Plan(128, 64, 200, 4, 0.5, sums="reader"),
-    Plan(64, 64, 200, 4, 1, sums="reader"),
-    Plan(128, 64, 200, 4, 1, sums="kernel"),
-    Plan(64, 64, 100, 4, 1, sums="kernel"),
-]
-PLANS = {"triton": TRITON, "gluon": GLUON}
+SHAPES = [(64, 64, 100), (128, 64, 100), (128, 64, 200), (64, 128, 200), (64, 64, 200)]
+"""Of the configurations beside the choice: rows of the matrix, depth of a step, KiB."""
+FILLS = (1, 0.5)
+"""Programs for each processor, about, which splits bring about."""
+LANGUAGES = ("triton", "gluon")
 
 
 def main() -> int:
@@ -188,7 +151,7 @@ def _in_processes(groups: list[str], chosen: list[Layer], rows: list[int], optio
         process = spawn.Process(target=_run_group, args=(group, chosen, rows, options.output, theirs), daemon=True)
         process.start()
         running[group] = process, ours
-    pool = _compile_ahead(options.warm, [(each, chosen, rows) for each in groups if each in PLANS])
+    pool = _compile_ahead(options.warm, [(each, chosen, rows) for each in groups if each in LANGUAGES])
     ready = [group for group in groups if _answer(running[group], _START) == "ready"]
     begun = time.monotonic()
     for place, group in enumerate(groups):
@@ -214,10 +177,10 @@ def _compile_ahead(processes: int, work: list[tuple[str, list[Layer], list[int]]
         return None
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_compiling)
     for language, chosen, rows in work:
-        for plan in PLANS[language]:
-            for number in rows:
-                for layer in chosen:
-                    pool.submit(_compile, language, plan, layer, number)
+        for number in rows:
+            for layer in chosen:
+                for apart, config in plans(language, layer):
+                    pool.submit(_compile, language, apart, config, layer, number)
     return pool
 
 
@@ -241,22 +204,33 @@ def _begin_compiling() -> None:
     compile_only(90)
 
 
-def _compile(language: str, plan: Plan, layer: Layer, rows: int) -> None:
+def plans(language: str, layer: Layer) -> list[tuple[bool, FewConfig]]:
+    """Whether the sum is left to the reader, and how the product is cut: the choices of both kinds first."""
+    found = [(apart, choose(language, layer.outputs, layer.width, apart)) for apart in (False, True)]
+    for outputs, depth, room in SHAPES:
+        tiles, steps = -(-layer.outputs // outputs), -(-layer.width // depth)
+        splits = [max(1, min(int(PROCESSORS * fill / tiles), steps // FEWEST)) for fill in FILLS]
+        found += [(False, FewConfig(outputs, depth, room))]
+        found += [(True, FewConfig(outputs, depth, room, number)) for number in splits]
+    return [plan for plan in dict.fromkeys(found) if plan[0] <= (plan[1].splits > 1)]
+
+
+def _compile(language: str, apart: bool, config: FewConfig, layer: Layer, rows: int) -> None:
     """Into triton's cache; what fails here fails again where it is measured, and is reported there."""
     x = torch.empty(rows, layer.width, dtype=torch.bfloat16)
     weight = torch.empty(layer.outputs, layer.width, dtype=torch.bfloat16)
     with suppress(Exception):
-        _product(language)(Call.of(plan, x, weight), x, weight)
+        _product(language, apart, config)(x, weight)
 
 
-def _product(language: str) -> Callable[[Call, Tensor, Tensor], Tensor]:
+def _product(language: str, apart: bool, config: FewConfig) -> Way:
     if language == "gluon":
-        from benchmarks._few_rows_gluon import pumped
+        from lapkernels.few_linear.gluon_few import few_linear_gluon
 
-        return pumped
-    from benchmarks._few_rows_triton import tall
+        return lambda x, weight: few_linear_gluon(x, weight, None, 1.0, apart, True, config)
+    from lapkernels.few_linear.triton_few import few_linear_triton
 
-    return tall
+    return lambda x, weight: few_linear_triton(x, weight, None, 1.0, apart, config)
 
 
 def _run_group(group: str, chosen: list[Layer], rows: list[int], output: Path, connection: Any) -> None:
@@ -328,16 +302,12 @@ def _ways(group: str, cell: Cell) -> Iterator[tuple[str, Way, list[Tensor], dict
     elif group == "lt":
         yield from _by_lt(cell)
     else:
-        seen = set()
-        for plan in PLANS[group]:
-            call = Call.of(plan, cell.x, cell.whole()[0])
-            # Where nothing is split, nothing is summed.
-            same = plan if call.splits > 1 or plan.sums == "reader" else plan._replace(sums="last")
-            if same in seen or (plan.sums == "reader" and call.splits == 1):
-                continue
-            seen.add(same)
-            facts = {"plan": plan._asdict(), "splits": call.splits}
-            yield str(plan), partial(_product(group), call), cell.whole(), facts
+        layer = cell.layer
+        for apart, config in plans(group, layer):
+            name = f"{config.outputs}x{config.depth} {config.room}K splits {config.splits}{' apart' if apart else ''}"
+            if config == choose(group, layer.outputs, layer.width, apart):
+                name += ", the choice"
+            yield name, _product(group, apart, config), cell.whole(), {"apart": apart, "config": config._asdict()}
 
 
 def _by_cublas(cell: Cell) -> Iterator[tuple[str, Way, list[Tensor]]]:
@@ -348,10 +318,9 @@ def _by_cublas(cell: Cell) -> Iterator[tuple[str, Way, list[Tensor]]]:
     if cell.x.is_cuda:
         for splits in (2, 4):
             yield f"bmm {splits}, summed", partial(_split, splits, True), weights
-            yield f"bmm {splits}, reader", partial(_split, splits, False), weights
+            yield f"bmm {splits}, apart", partial(_split, splits, False), weights
         other = not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-        yield f"linear, sums in {'bf16' if other else 'fp32'}", _set(_sums(other, True), F.linear), weights
-        yield "linear, no splits", _set(_sums(False, False), F.linear), weights
+        yield f"linear, sums in {'bf16' if other else 'fp32'}", _set(_sums(other), F.linear), weights
         yield "linear, library cublaslt", _set(_library("cublaslt"), F.linear), weights
         for pieces in (2, 3):
             yield f"{pieces} streams", partial(_on_streams, [torch.cuda.Stream() for _ in range(pieces - 1)]), weights
@@ -366,11 +335,9 @@ def _by_cublas(cell: Cell) -> Iterator[tuple[str, Way, list[Tensor]]]:
 
 def _split(splits: int, summed: bool, x: Tensor, weight: Tensor) -> Tensor:
     """D cut into parts, each a product of a batch, in fp32."""
-    from benchmarks._few_rows_triton import add_shares
-
     parts = x.unflatten(1, (splits, -1)).transpose(0, 1)
     shares = torch.bmm(parts, weight.unflatten(1, (splits, -1)).permute(1, 2, 0), out_dtype=torch.float32)
-    return add_shares(shares, x.dtype) if summed else shares
+    return shares.sum(0).to(x.dtype) if summed else shares
 
 
 def _on_streams(streams: list[Any], x: Tensor, weight: Tensor) -> Tensor:
@@ -392,14 +359,14 @@ class Pieces(list):  # pyright: ignore[reportMissingTypeArgument]
     """Columns of a result, apart."""
 
 
-def _sums(reduced: bool, split: bool) -> Callable[[], Any]:
-    """Whether cuBLAS may add in less than fp32, and whether it may split D."""
+def _sums(reduced: bool) -> Callable[[], Any]:
+    """Whether cuBLAS may add in less than fp32."""
 
     @contextmanager
     def chosen() -> Iterator[None]:
         matmul: Any = torch.backends.cuda.matmul
         before = matmul.allow_bf16_reduced_precision_reduction
-        matmul.allow_bf16_reduced_precision_reduction = (reduced, split) if not split else reduced
+        matmul.allow_bf16_reduced_precision_reduction = reduced
         try:
             yield
         finally:
@@ -448,7 +415,7 @@ def _measure(
     try:
         errors = []
         for weight, truth in zip(weights[:2], cell.truths, strict=True):
-            with _poisoned():
+            with poisoned():
                 first = _joined(way(cell.x, weight), truth)
                 again = _joined(way(cell.x, weight), truth)
             facts["repeatable"] = facts.get("repeatable", True) and torch.equal(first, again)
@@ -477,19 +444,6 @@ def _timed(calls: list[Callable[[], Any]], device: torch.device) -> timing.Timin
     return timing.measure(calls, device, warmup=2, repeats=12, trials=2, graph=True)
 
 
-@contextmanager
-def _poisoned() -> Iterator[None]:
-    """What is allocated is full of NaN, so that nothing of an earlier way passes for a result."""
-    was = torch.are_deterministic_algorithms_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(was)
-
-
 def _joined(found: Any, truth: Tensor) -> Tensor:
     """A result in fp32, as far as there is truth: pieces side by side, shares summed, padding left out."""
     if isinstance(found, Pieces):
@@ -516,19 +470,15 @@ def _blocks(rows: int, matrices: dict[Layer, list[Tensor]], output: Path, rate: 
     start = torch.randn(rows, len(blocks[0]["down"]), device=device).to(blocks[0]["down"].dtype)
     gain = torch.ones(start.shape[1], device=device, dtype=start.dtype)
     truth = _cublas_blocks(blocks, start, gain).float()
-    best = _best(output, rows)
-    ways: list[tuple[str, dict[str, Any], Callable[[], Tensor]]] = [
-        ("linear", {}, partial(_cublas_blocks, blocks, start, gain))
-    ]
-    if all(part in best for part in parts):
-        for haste in (False, True):
-            run = _own_blocks(best, blocks, start, gain, haste)
-            plans = {part: [language, str(plan)] for part, (language, plan) in best.items()}
-            ways.append((f"ours{', haste' if haste else ''}", {"plans": plans}, run))
-    for name, more, run in ways:
-        facts: dict[str, Any] = {"group": "block", "layer": "block", "rows": rows, "way": name, **more}
+    ways: list[tuple[str, Callable[[], Tensor]]] = [("linear", partial(_cublas_blocks, blocks, start, gain))]
+    for language in LANGUAGES:
+        for everything in (True, False):
+            name = f"{language}{'' if everything else ', where faster'}"
+            ways.append((name, _own_blocks(language, everything, blocks, start, gain)))
+    for name, run in ways:
+        facts: dict[str, Any] = {"group": "block", "layer": "block", "rows": rows, "way": name}
         try:
-            with _poisoned():
+            with poisoned():
                 found = run().float()
             facts["error"] = float((found - truth).norm() / truth.norm())
             # The two round in other places: each of the products and sums of a few blocks, once or twice.
@@ -557,28 +507,28 @@ def _cublas_blocks(blocks: list[dict[str, Tensor]], start: Tensor, gain: Tensor)
 
 
 def _own_blocks(
-    best: dict[str, tuple[str, Plan]], blocks: list[dict[str, Tensor]], start: Tensor, gain: Tensor, haste: bool
+    language: str, everything: bool, blocks: list[dict[str, Tensor]], start: Tensor, gain: Tensor
 ) -> Callable[[], Tensor]:
-    """By our kernels; norms add the shares of the products before them."""
-    from benchmarks._few_rows_triton import gated, norm_shares
+    """The same by our kernels, all of the products or those that `few_linear` has for faster; norms add the splits."""
+    from lapkernels.few_linear.configs import beats_cublas
+    from lapkernels.norm import rms_norm, swiglu
 
     products: dict[str, Way] = {}
-    for part, (language, plan) in best.items():
-        sums = "reader" if part in _NORMED else "last" if plan.sums == "reader" else plan.sums
-        plan = plan._replace(haste=haste, sums=sums)
-        weight = blocks[0][part]
-        x = start.new_empty(len(start), weight.shape[1])
-        products[part] = partial(_product(language), Call.of(plan, x, weight))
-    nothing = torch.zeros(1, *start.shape, device=start.device)
+    for part, weight in blocks[0].items():
+        (outputs, width), apart = weight.shape, part in _NORMED
+        ours = everything or beats_cublas(language, len(start), outputs, width, apart)
+        config = choose(language, outputs, width, apart)
+        products[part] = _product(language, apart, config) if ours else F.linear
 
     def run() -> Tensor:
-        stream = start.clone()
-        normed = norm_shares(nothing, stream, gain)
+        stream, normed = start, rms_norm(start, gain).output
         for block in blocks:
             mixed = products["inputs"](normed, block["inputs"])[:, : block["output"].shape[1]]
-            normed = norm_shares(products["output"](mixed, block["output"]), stream, gain)
-            inner = gated(products["gate and up"](normed, block["gate and up"]))
-            normed = norm_shares(products["down"](inner, block["down"]), stream, gain)
+            added = products["output"](mixed, block["output"])
+            normed, stream = rms_norm(added, gain, residual=stream, shares=added.ndim == 3, dtype=start.dtype)
+            inner = swiglu(products["gate and up"](normed, block["gate and up"]))
+            added = products["down"](inner, block["down"])
+            normed, stream = rms_norm(added, gain, residual=stream, shares=added.ndim == 3, dtype=start.dtype)
         return stream
 
     return run
@@ -586,18 +536,6 @@ def _own_blocks(
 
 def _read(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text().splitlines()]
-
-
-def _best(output: Path, rows: int) -> dict[str, tuple[str, Plan]]:
-    """Of our plans, the fastest for each layer, its shares left to the norm where one follows."""
-    found: dict[str, tuple[str, Plan]] = {}
-    timed = [row for row in _read(output) if "plan" in row and "us" in row and row["rows"] == rows]
-    for layer in dict.fromkeys(row["layer"] for row in timed):
-        here = [row for row in timed if row["layer"] == layer]
-        read = [row for row in here if row["plan"]["sums"] == "reader"]
-        best = min(read if read and layer in _NORMED else here, key=lambda row: row["us"])
-        found[layer] = best["group"], Plan(**best["plan"])
-    return found
 
 
 def summary(output: Path) -> int:
@@ -611,10 +549,8 @@ def summary(output: Path) -> int:
         print(f"{number:4d} {layer:12} {here[0]['floor_us']:7.2f} {linear:7.2f}")
         for group in dict.fromkeys(row["group"] for row in here):
             mine = [row for row in here if row["group"] == group]
-            reader = [row for row in mine if "reader" in row["way"]]
-            kinds = (
-                [[row] for row in mine] if group == "block" else [[row for row in mine if row not in reader], reader]
-            )
+            apart = [row for row in mine if "apart" in row["way"]]
+            kinds = [[row] for row in mine] if group == "block" else [[row for row in mine if row not in apart], apart]
             for best in (min(kind, key=lambda row: row["us"]) for kind in kinds if kind):
                 print(f"{'':26}{group:7} {best['us']:7.2f} ({best['us'] / linear:4.2f}): {best['way']}")
     for row in rows:
