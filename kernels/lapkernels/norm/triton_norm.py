@@ -29,6 +29,10 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, gate_ptr, out_ptr, total_p
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (at < width)
+    # All that is read is on its way at once.
+    weight = tl.load(weight_ptr + at, mask=at < width, other=0.0).to(tl.float32) + offset
+    if RESIDUAL:
+        held = tl.load(residual_ptr + row * residual_stride + at, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
     for share in tl.static_range(1, SHARES):
         x += tl.load(x_ptr + (row + share * rows) * x_stride + at, mask=mask, other=0.0).to(tl.float32)
@@ -39,12 +43,11 @@ def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, gate_ptr, out_ptr, total_p
         if SHARES == 0:
             # The library rounds what is added first, then the sum.
             x = x.to(dtype).to(tl.float32)
-        x += tl.load(residual_ptr + row * residual_stride + at, mask=mask, other=0.0).to(tl.float32)
-        total = x.to(dtype)
+        total = (x + held).to(dtype)
         tl.store(total_ptr + row * width + at, total, mask=mask)
         x = total.to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
-    x *= tl.load(weight_ptr + at, mask=at < width, other=0.0).to(tl.float32) + offset
+    x *= weight
     if GATE:
         opened = sigmoid(gate)
         x *= opened if SIGMOID else gate * opened
