@@ -22,7 +22,7 @@ from _steps import COMPUTE, DTYPES, Case, device_of_run, parser, run
 from lapkernels.decoding.configs import StepConfig, choose_apart, choose_config, key_parts, power_of_two
 from lapkernels.delta_step import delta_step
 from lapkernels.testing import assert_as_precise
-from lapkernels.testing_steps import DELTA_CASES, delta_oracle, delta_step_case, follow
+from lapkernels.testing_steps import DELTA_CASES, delta_oracle, delta_step_case, delta_summands, follow
 from lapkernels.timing import copies, free
 
 LAYERS = {"16/32 heads": (16, 32, 128), "6 heads": (6, 6, 512)}
@@ -143,19 +143,19 @@ def build(case: Case, config: StepConfig) -> None:
 
 
 @cache
-def truth(name: str, state: str, **shape: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Three tokens of two rows of a layer, what an fp64 oracle gives for them, and what the reference gives."""
+def truth(name: str, state: str, **shape: int) -> tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Three tokens of two rows of a layer; of them what an fp64 oracle gives, what the reference, and the summands."""
     sequences = delta_step_case(**{"batch": 2, "tokens": 3, **DELTA_CASES[name], **shape}).to(COMPUTE)
     output, states = delta_oracle(sequences)
     yardstick = follow(delta_step, sequences, "reference", DTYPES[state], False, 1, None)
-    return sequences, {"output": output, "state": states[-1]}, yardstick
+    return sequences, {"output": output, "state": states[-1]}, yardstick, delta_summands(sequences, states)
 
 
 def gate(case: Case, config: StepConfig, device: torch.device) -> None:
     """The kernel against the oracle, which is asked once for all configurations."""
-    sequences, wanted, yardstick = truth("as in Gated DeltaNet", case.state, **shape(case))
+    sequences, wanted, yardstick, summands = truth("as in Gated DeltaNet", case.state, **shape(case))
     found = follow(delta_step, sequences.to(device=device), "triton", DTYPES[case.state], False, 1, config)
-    assert_as_precise(found, wanted, yardstick, COMPUTE, terms=3)
+    assert_as_precise(found, wanted, yardstick, COMPUTE, terms=3, summands=summands)
 
 
 def chosen(case: Case, device: torch.device) -> StepConfig:

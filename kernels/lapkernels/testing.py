@@ -248,11 +248,15 @@ def precisions(
     yardstick: dict[str, Tensor],
     dtype: torch.dtype,
     terms: int = 1,
+    summands: dict[str, Tensor] | None = None,
 ) -> list[Precision]:
     """Hold a result against the truth, and against what a plain computation in the same dtype makes of it.
 
-    Allowed is twice the yardstick's own error, and the rounding of `terms` summands as large as the result, which
-    grows by their root: both for the largest entry and for the root mean square. Nothing here is set by hand.
+    Allowed is twice the yardstick's own error, and the rounding of `terms` summands, which grows by their root: both
+    for the largest entry and for the root mean square. A summand is as large as the result, or larger where summands
+    cancel: `k . q` times an update against what was read before it, and what is left is then divided by its length.
+    The yardstick alone does not tell of that: one draw of roundings of the worst entry may happen to be small. Nothing
+    here is set by hand.
 
     Args:
         actual: results by name.
@@ -261,6 +265,9 @@ def precisions(
         dtype: the one whose rounding is allowed.
         terms: how many rounded summands a result has that the plain computation's has not: the chunk length where
             a chunk's products replace steps, 1 where only the result is rounded.
+        summands: how large the sums are that a result comes of, in quadrature (independent roundings of summands add
+            like that) and in the result's own scale, by name and in its shape; `None`, or a name left out, where
+            they are no larger than the result.
 
     Returns:
         Two for each result. The error of one that is not finite is infinite.
@@ -276,9 +283,13 @@ def precisions(
         got, plain = (x[name].detach().double().cpu() for x in (actual, yardstick))
         assert got.shape == right.shape, f"{name}: shape {list(got.shape)}, not {list(right.shape)}"
         finite = bool(got.isfinite().all())
+        rounded = right.abs()
+        if summands is not None and name in summands:
+            assert summands[name].shape == right.shape, f"{name}: summands of shape {list(summands[name].shape)}"
+            rounded = torch.maximum(rounded, summands[name].detach().double().cpu())
         for kind, size in (("largest", _largest), ("rms", _rms)):
             error = size(got - right) if finite else float("inf")
-            found.append(Precision(name, kind, error, 2 * size(plain - right) + eps * size(right)))
+            found.append(Precision(name, kind, error, 2 * size(plain - right) + eps * size(rounded)))
     return found
 
 
@@ -288,13 +299,14 @@ def assert_as_precise(
     yardstick: dict[str, Tensor],
     dtype: torch.dtype,
     terms: int = 1,
+    summands: dict[str, Tensor] | None = None,
 ) -> None:
     """Assert that a result is about as near the truth as a plain computation in the same dtype is; see `precisions`.
 
     Raises:
         AssertionError: naming the result, its error and what is allowed.
     """
-    for found in precisions(actual, truth, yardstick, dtype, terms):
+    for found in precisions(actual, truth, yardstick, dtype, terms, summands):
         assert found.error < float("inf"), f"{found.name} is not finite"
         assert found.holds, str(found)
 

@@ -5,7 +5,7 @@ matrix of each token.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -219,12 +219,19 @@ def filtered(line: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor
     return F.conv1d(padded, weight.double().unsqueeze(1), bias, groups=weight.shape[0]).transpose(1, 2)
 
 
-def delta_oracle(case: DeltaStepCase) -> tuple[Tensor, list[Tensor]]:
-    """What the layer gives for whole sequences, in fp64.
+class _DeltaTokens(NamedTuple):
+    """What the recurrence of a delta-family layer is made of, in fp64; `[B, N, HV, ...]`, all of every token."""
 
-    Returns:
-        The outputs `[B, N, HV, V]`, and the states `[B, HV, K, V]` after 0, 1, .., N tokens.
-    """
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lamb: Tensor
+    beta: Tensor
+    decay: Tensor
+    scale: float
+
+
+def _delta_tokens(case: DeltaStepCase) -> _DeltaTokens:
     heads, value_heads, width, _ = case.shape
     seen = {name: None if x is None else x.double() for name, x in case.views(case.projected).items()}
     q, k, v = seen["q"], seen["k"], seen["v"]
@@ -244,7 +251,7 @@ def delta_oracle(case: DeltaStepCase) -> tuple[Tensor, list[Tensor]]:
     head = torch.arange(value_heads, device=q.device) // (value_heads // heads)
     q, k = q[:, :, head], k[:, :, head]
     lamb, b, a = seen.get("lamb"), seen["b"], seen.get("a")
-    x = k if lamb is None else k + lamb[..., None] * q
+    lamb = torch.zeros_like(v[..., 0]) if lamb is None else lamb
     beta = torch.full(v.shape[:3], options["strength"], dtype=torch.float64, device=v.device)
     if b is not None:
         beta = beta / (1 + (-b).exp())
@@ -259,24 +266,67 @@ def delta_oracle(case: DeltaStepCase) -> tuple[Tensor, list[Tensor]]:
             else:
                 a = -rate * torch.log1p(shifted.exp())
         log_decay = log_decay + (a if a.ndim == 4 else a[..., None])
-    state = torch.zeros(*v.shape[:1], value_heads, width, v.shape[3], dtype=torch.float64, device=v.device)
+    return _DeltaTokens(q, k, v, lamb, beta, log_decay.exp(), options.get("scale", width**-0.5))
+
+
+def _delta_after(case: DeltaStepCase, read: Tensor) -> Tensor:
+    """By what norm and gate multiply what was read, `[B, N, HV, V]`."""
+    factor = torch.ones_like(read)
+    if "norm_weight" in case.parameters:
+        rms = (read.square().mean(-1, keepdim=True) + case.options["norm_eps"]).sqrt()
+        factor = case.parameters["norm_weight"].double() / rms
+    gate = case.views(case.projected).get("gate")
+    if gate is not None:
+        gate = gate.double()
+        opened = 1 / (1 + (-gate).exp())
+        factor = factor * (opened if case.options["gate_activation"] == "sigmoid" else gate * opened)
+    return factor
+
+
+def delta_oracle(case: DeltaStepCase) -> tuple[Tensor, list[Tensor]]:
+    """What the layer gives for whole sequences, in fp64.
+
+    Returns:
+        The outputs `[B, N, HV, V]`, and the states `[B, HV, K, V]` after 0, 1, .., N tokens.
+    """
+    q, k, v, lamb, beta, decay, scale = _delta_tokens(case)
+    x = k + lamb[..., None] * q
+    width = k.shape[3]
+    state = torch.zeros(v.shape[0], v.shape[2], width, v.shape[3], dtype=torch.float64, device=v.device)
     identity = torch.eye(width, dtype=torch.float64, device=v.device)
-    states, outputs = [state], []
+    states, reads = [state], []
     for t in range(v.shape[1]):
         erase = identity - beta[:, t, :, None, None] * k[:, t, :, :, None] * x[:, t, :, None, :]
-        state = erase @ (log_decay[:, t].exp().unsqueeze(-1) * state)
+        state = erase @ (decay[:, t].unsqueeze(-1) * state)
         state = state + beta[:, t, :, None, None] * k[:, t, :, :, None] * v[:, t, :, None, :]
         states.append(state)
-        outputs.append((q[:, t, :, None, :] @ state).squeeze(-2) * options.get("scale", width**-0.5))
-    output = torch.stack(outputs, dim=1)
-    if "norm_weight" in parameters:
-        rms = (output.square().mean(-1, keepdim=True) + options["norm_eps"]).sqrt()
-        output = output / rms * parameters["norm_weight"]
-    gate = seen.get("gate")
-    if gate is not None:
-        opened = 1 / (1 + (-gate).exp())
-        output = output * (opened if options["gate_activation"] == "sigmoid" else gate * opened)
-    return output, states
+        reads.append((q[:, t, :, None, :] @ state).squeeze(-2) * scale)
+    read = torch.stack(reads, dim=1)
+    return read * _delta_after(case, read), states
+
+
+def delta_summands(case: DeltaStepCase, states: list[Tensor]) -> dict[str, Tensor]:
+    """How large the sums of a token are before they cancel, for `precisions`: each root of a sum of squares, in fp64.
+
+    A token adds up, from the state before it: the error `v - (k + lambda q)^T D S`, the state `D S + k u^T`, what is
+    read of it `S^T q`. Norm and gate then multiply what is left by the same factor as what cancelled.
+
+    Args:
+        case: the layer.
+        states: of `delta_oracle`.
+
+    Returns:
+        `output` `[B, N, HV, V]`, and `state`, of the last token.
+    """
+    q, k, v, lamb, beta, decay, scale = _delta_tokens(case)
+    after = torch.stack(states[1:], dim=1)
+    old = (decay.unsqueeze(-1) * torch.stack(states[:-1], dim=1)).square()
+    erased = k.square() + (lamb[..., None] * q).square()
+    update = beta.unsqueeze(-1).square() * (v.square() + (erased.unsqueeze(-2) @ old).squeeze(-2))
+    state = old + k.square().unsqueeze(-1) * update.unsqueeze(-2)
+    read = scale * (q.square().unsqueeze(-2) @ state).squeeze(-2).sqrt()
+    factor = _delta_after(case, scale * (q.unsqueeze(-2) @ after).squeeze(-2))
+    return {"output": read * factor.abs(), "state": state[:, -1].sqrt()}
 
 
 def ssd_step_case(
@@ -348,13 +398,19 @@ def ssd_step_case(
     )
 
 
-def ssd_oracle(case: SsdStepCase) -> tuple[Tensor, list[Tensor]]:
-    """What the layer gives for whole sequences, in fp64, by the sum over all pairs of tokens.
+class _SsdTokens(NamedTuple):
+    """What the recurrence of a Mamba-2 layer is made of, in fp64; `[B, N, heads, ...]`, all of every token."""
 
-    Returns:
-        The outputs `[B, N, heads, P]`, and the states `[B, heads, P, state width]` after 0, 1, .., N tokens.
-    """
-    groups, heads, _, head_width = case.shape
+    x: Tensor
+    B: Tensor
+    C: Tensor
+    step: Tensor
+    log_decay: Tensor
+    skip: Tensor
+
+
+def _ssd_tokens(case: SsdStepCase) -> _SsdTokens:
+    groups, heads, _, _ = case.shape
     seen = {name: x.double() for name, x in case.views(case.projected).items() if x is not None}
     parameters = {name: x.double() for name, x in case.parameters.items()}
     sizes = [seen[name].shape[2] * seen[name].shape[3] for name in ("x", "B", "C")]
@@ -362,31 +418,57 @@ def ssd_oracle(case: SsdStepCase) -> tuple[Tensor, list[Tensor]]:
     line = line / (1 + (-line).exp())
     x, B, C = (part.reshape(seen[n].shape) for n, part in zip(("x", "B", "C"), line.split(sizes, dim=2), strict=True))
     group = torch.arange(heads, device=x.device) // (heads // groups)
-    B, C = B[:, :, group], C[:, :, group]
     step = torch.log1p((seen["dt"] + parameters["dt_bias"]).exp())
     if case.options["dt_limit"] is not None:
         step = step.clamp(*case.options["dt_limit"])
-    total = torch.cumsum(-parameters["A_log"].exp() * step, dim=1)
-    tokens = x.shape[1]
-    states = [torch.zeros(x.shape[0], heads, head_width, B.shape[3], dtype=torch.float64, device=x.device)]
-    outputs = []
-    for t in range(tokens):
+    skip = parameters["D"][:, None] * x if "D" in parameters else torch.zeros_like(x)
+    return _SsdTokens(x, B[:, :, group], C[:, :, group], step, -parameters["A_log"].exp() * step, skip)
+
+
+def _ssd_after(case: SsdStepCase, y: Tensor) -> Tensor:
+    """By what norm and gate multiply what was read, `[B, N, heads, P]`."""
+    _, heads, _, head_width = case.shape
+    gate = case.views(case.projected).get("gate")
+    opened = torch.ones_like(y)
+    if gate is not None:
+        opened = gate.double() / (1 + (-gate.double()).exp())
+    if "norm_weight" not in case.parameters:
+        return opened
+    normed = y * opened if case.options["gate_first"] else y
+    normed = normed.flatten(2).unflatten(2, (case.options["norm_groups"], -1))
+    inverse = 1 / (normed.square().mean(-1, keepdim=True) + case.options["norm_eps"]).sqrt()
+    weight = case.parameters["norm_weight"].double()
+    factor = inverse.expand_as(normed).flatten(2) * weight
+    return factor.unflatten(2, (heads, head_width)) * opened
+
+
+def ssd_oracle(case: SsdStepCase) -> tuple[Tensor, list[Tensor]]:
+    """What the layer gives for whole sequences, in fp64, by the sum over all pairs of tokens.
+
+    Returns:
+        The outputs `[B, N, heads, P]`, and the states `[B, heads, P, state width]` after 0, 1, .., N tokens.
+    """
+    x, B, C, step, log_decay, skip = _ssd_tokens(case)
+    total = torch.cumsum(log_decay, dim=1)
+    states = [torch.zeros(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float64, device=x.device)]
+    reads = []
+    for t in range(x.shape[1]):
         decay = (total[:, t : t + 1] - total[:, : t + 1]).exp() * step[:, : t + 1]
         states.append(torch.einsum("bsh,bshp,bshn->bhpn", decay, x[:, : t + 1], B[:, : t + 1]))
-        outputs.append(
-            torch.einsum("bsh,bshp,bsh->bhp", decay, x[:, : t + 1], (B[:, : t + 1] * C[:, t : t + 1]).sum(-1))
-        )
-    y = torch.stack(outputs, dim=1)
-    if "D" in parameters:
-        y = y + parameters["D"][:, None] * x
-    opened = seen["gate"] / (1 + (-seen["gate"]).exp()) if "gate" in seen else torch.ones_like(y)
-    if case.options["gate_first"]:
-        y = y * opened
-    if "norm_weight" in parameters:
-        y = y.flatten(2).unflatten(2, (case.options["norm_groups"], -1))
-        y = y / (y.square().mean(-1, keepdim=True) + case.options["norm_eps"]).sqrt()
-        y = (y.flatten(2) * parameters["norm_weight"]).unflatten(2, (heads, head_width))
-    return (y if case.options["gate_first"] else y * opened), states
+        reads.append(torch.einsum("bsh,bshp,bsh->bhp", decay, x[:, : t + 1], (B[:, : t + 1] * C[:, t : t + 1]).sum(-1)))
+    y = torch.stack(reads, dim=1) + skip
+    return y * _ssd_after(case, y), states
+
+
+def ssd_summands(case: SsdStepCase, states: list[Tensor]) -> dict[str, Tensor]:
+    """As `delta_summands`: the state `D S + dt x B^T`, what is read of it `S C` with the skip."""
+    x, B, C, step, log_decay, skip = _ssd_tokens(case)
+    after = torch.stack(states[1:], dim=1)
+    old = (log_decay.exp()[..., None, None] * torch.stack(states[:-1], dim=1)).square()
+    state = old + (step[..., None] * x).square().unsqueeze(-1) * B.square().unsqueeze(-2)
+    read = ((state @ C.square().unsqueeze(-1)).squeeze(-1) + skip.square()).sqrt()
+    factor = _ssd_after(case, (after @ C.unsqueeze(-1)).squeeze(-1) + skip)
+    return {"output": read * factor.abs(), "state": state[:, -1].sqrt()}
 
 
 DELTA_CASES: dict[str, dict[str, Any]] = {
@@ -452,7 +534,9 @@ def check_delta(
         AssertionError: naming what differs, and by how much.
     """
     case = delta_step_case(**{"batch": 2, **DELTA_CASES[name], **change})
-    _check(delta_step, delta_oracle, case, impl, dtype, device, state_dtype, value_major, at_once, config)
+    _check(
+        delta_step, delta_oracle, delta_summands, case, impl, dtype, device, state_dtype, value_major, at_once, config
+    )
 
 
 def check_ssd(
@@ -469,12 +553,13 @@ def check_ssd(
 ) -> None:
     """Assert that `ssd_step` follows the oracle. Arguments as for `check_delta`; `value_major` has N contiguous."""
     case = ssd_step_case(**{"batch": 2, **SSD_CASES[name], **change})
-    _check(ssd_step, ssd_oracle, case, impl, dtype, device, state_dtype, value_major, at_once, config)
+    _check(ssd_step, ssd_oracle, ssd_summands, case, impl, dtype, device, state_dtype, value_major, at_once, config)
 
 
 def _check(
     step: Any,
     oracle: Any,
+    summands: Any,
     case: Any,
     impl: str,
     dtype: torch.dtype,
@@ -492,8 +577,10 @@ def _check(
     yardstick = follow(step, narrow, "reference", state_dtype, value_major, 1, None)
     found = follow(step, narrow.to(device=device), impl, state_dtype, value_major, at_once, config)
     coarsest = max((dtype, state_dtype), key=lambda each: torch.finfo(each).eps)
-    # Rounded a token, in another order.
-    assert_as_precise(found, truth, yardstick, coarsest, terms=case.projected.shape[1])
+    # Rounded a token, in another order; what one token leaves to the next, the yardstick amplifies as well.
+    assert_as_precise(
+        found, truth, yardstick, coarsest, terms=case.projected.shape[1], summands=summands(narrow, states)
+    )
 
 
 def follow(
