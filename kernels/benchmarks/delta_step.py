@@ -148,7 +148,10 @@ def truth(name: str, state: str, **shape: int) -> tuple[Any, dict[str, Any], dic
     sequences = delta_step_case(**{"batch": 2, "tokens": 3, **DELTA_CASES[name], **shape}).to(COMPUTE)
     output, states = delta_oracle(sequences)
     yardstick = follow(delta_step, sequences, "reference", DTYPES[state], False, 1, None)
-    return sequences, {"output": output, "state": states[-1]}, yardstick, delta_summands(sequences, states)
+    # Rounded as the state is, not as outputs are.
+    finer = torch.finfo(DTYPES[state]).eps / torch.finfo(COMPUTE).eps
+    summands = {name: size * finer for name, size in delta_summands(sequences, states).items()}
+    return sequences, {"output": output, "state": states[-1]}, yardstick, summands
 
 
 def gate(case: Case, config: StepConfig, device: torch.device) -> None:
