@@ -135,8 +135,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument(
         "--configs",
         type=_configs,
-        help="variants instead of the default grid, comma-separated: tile:warps:splits[:evict[:registers[:apart|blocks"
-        "[:grouped[:keep]]]]], the fields of StepConfig; none: 'no'",
+        help="variants instead of the default grid, comma-separated: tile:warps:splits[:evict[:registers[:apart]]], "
+        "the fields of StepConfig; none: 'no'",
     )
     found.add_argument("--repeats", type=int, default=100, help="replays that count, in each trial (100)")
     found.add_argument("--trials", type=int, default=3, help="independent trials, of whose medians the median (3)")
@@ -159,21 +159,16 @@ def _configs(text: str) -> list[StepConfig]:
         evict = more[0] if more else ""
         registers = int(more[1]) if len(more) > 1 and more[1] else None
         kind = more[2] if len(more) > 2 else ""
-        if kind not in ("", "apart", "blocks"):
-            raise argparse.ArgumentTypeError(f"'{part}' says '{kind}' where apart, blocks or nothing is wanted")
-        grouped = int(more[3]) if len(more) > 3 else 1
-        keep = len(more) > 4 and more[4] == "keep"
-        apart, blocks = kind != "", kind == "blocks"
-        configs.append(StepConfig(int(tile), int(warps), int(splits), evict, registers, apart, blocks, grouped, keep))
+        if kind not in ("", "apart"):
+            raise argparse.ArgumentTypeError(f"'{part}' says '{kind}' where apart or nothing is wanted")
+        configs.append(StepConfig(int(tile), int(warps), int(splits), evict, registers, kind != ""))
     return configs
 
 
 def _written(config: StepConfig) -> str:
     """As `_configs` reads it."""
-    *parts, apart, blocks, grouped, keep = config
-    found = ["" if part is None else str(part) for part in parts]
-    if apart:
-        found += ["blocks" if blocks else "apart", str(grouped)] + ["keep"] * keep
+    *parts, apart = config
+    found = ["" if part is None else str(part) for part in parts] + ["apart"] * apart
     return ":".join(found)
 
 

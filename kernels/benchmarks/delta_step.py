@@ -3,8 +3,9 @@
 `python kernels/benchmarks/delta_step.py --output rows.jsonl` on a GPU. Every variant is first compared with an fp64
 oracle. Times are medians of trials of 100 replays of a CUDA graph after 10, over states that no cache holds. Beside
 them stand the floor (bytes that must move over 4.3 TB/s) and what a plain step without convolution, norms and gate
-takes. `--plan default` times, within a minute and a half of a GPU, the ways to cut three kernels, for the layers,
-widths, batches and states that large batches are judged by; `--kernels` tells what each kernel of a step takes instead.
+takes. `--plan default` times, within a minute of a GPU, three kernels as the table cuts them and as its neighbours do,
+for the layers, widths, batches and states that large batches are judged by, `--plan wide` for the widths around those;
+`--kernels` tells what each kernel of a step takes instead.
 """
 
 import sys
@@ -19,7 +20,14 @@ import triton
 import triton.language as tl
 from _steps import COMPUTE, DTYPES, Case, device_of_run, parser, run
 
-from lapkernels.decoding.configs import StepConfig, choose_apart, choose_config, key_parts, power_of_two
+from lapkernels.decoding.configs import (
+    APART_REGISTERS,
+    StepConfig,
+    choose_apart,
+    choose_config,
+    key_parts,
+    power_of_two,
+)
 from lapkernels.delta_step import delta_step
 from lapkernels.testing import assert_as_precise
 from lapkernels.testing_steps import DELTA_CASES, delta_oracle, delta_step_case, delta_summands, follow
@@ -28,8 +36,8 @@ from lapkernels.timing import copies, free
 LAYERS = {"16/32 heads": (16, 32, 128), "6 heads": (6, 6, 512)}
 """Key heads, value heads and V: a Qwen3.5 layer, and a Gated DeltaNet of hidden size 2048."""
 
-PLANNED = {"16/32 heads": (128, 96, 64), "6 heads": (128, 96, 64, 256)}
-"""Widths of the layers in the default plan."""
+PLANS = {"default": (128, 96, 64), "wide": (256, 192, 112, 80, 48, 32)}
+"""Widths of each plan, the most telling first: what large batches are judged by, and what lies around it."""
 
 WIDTHS, BATCHES, STATES = ([128, 64, 32, 256, 96, 192], [48, 80, 112]), [64, 256, 16, 1], ["fp32", "bf16"]
 
@@ -198,37 +206,23 @@ def variants(case: Case) -> list[StepConfig]:
 
 
 def planned(case: Case) -> list[StepConfig]:
-    """Blocks of rows in pieces of a line of memory, of half and of two, by how much a thread holds.
-
-    And of the first of them: one row a program of the kernels around the state instead of two; what the kernels hand on
-    kept in the cache; and all in one kernel, where a head is one tile.
-    """
-    size, found = DTYPES[case.state].itemsize, []
-    widest = power_of_two(case.value_width)
-    line = min(128 // size, widest)
-    for tile in dict.fromkeys((line, line // 2, min(2 * line, widest), min(128, widest))):
-        for warps in (8, 4, 2, 1):
-            held = case.key_width * tile / (32 * warps)
-            # Much in a thread and much in a program is too much for a multiprocessor to hold several.
-            if 48 <= held <= (64 if size == 4 and tile > line else 128):
-                found.append(StepConfig(tile, warps, 1, "", _registers(case, tile, warps, held), True, True, 2))
-    if not found:
-        found.append(StepConfig(line, 1, 1, "", None, True, True, 2))
-    usual = found[0]
-    found[1:1] = [usual._replace(grouped=1), usual._replace(keep=True)]
-    if case.value_width <= 128:
-        heads = case.batch * case.value_heads
-        found.append(choose_config(case.key_width, case.value_width, heads, size, "cpu"))
+    """Beside the choice, what differs from it by one step: half and twice the warps, half and twice the tile."""
+    usual, size, found = chosen(case, torch.device("cpu")), DTYPES[case.state].itemsize, []
+    steps = ((1, 0.5), (1, 2), (2, 2), (0.5, 0.5))
+    for tile, warps in ((int(usual.tile * tile), int(usual.warps * warps)) for tile, warps in steps):
+        held = case.key_width * tile / (32 * max(1, warps))
+        # Pieces of rows below a line of memory were slow at every width, and so were wide ones of many rows.
+        wide = min(case.value_width, 64 if case.key_width >= 64 else 128)
+        if usual.apart and 1 <= warps <= 8 and 128 // size <= tile <= wide and 32 <= held <= 128:
+            found.append(StepConfig(tile, warps, 1, "", _registers(case, warps, held), True))
     return found
 
 
-def _registers(case: Case, tile: int, warps: int, held: float) -> int | None:
-    """What a thread may have without spilling, found by compiling; `None` where the compiler takes no more."""
-    if case.state == "fp32" or warps == 1 or tile >= case.value_width:
+def _registers(case: Case, warps: int, held: float) -> int | None:
+    """What a thread may have without spilling much, found by compiling; `None` where the compiler takes no more."""
+    if case.state == "fp32" or warps == 1:
         return None
-    if held <= 64:
-        return 64 if held <= 48 else 80
-    return 128 if tile <= 64 or warps == 8 else 168
+    return 64 if held <= 48 else next(most for numbers, most in APART_REGISTERS if held <= numbers)
 
 
 def cases() -> list[Case]:
@@ -237,13 +231,12 @@ def cases() -> list[Case]:
         return [Case("toy", 1, 1, 4, 4, 1, "bf16")]
     found = []
     if ARGUMENTS.plan:
-        for width in ARGUMENTS.widths or (128, 96, 64, 256):
-            for layer in ARGUMENTS.layers or PLANNED:
+        for width in ARGUMENTS.widths or PLANS[ARGUMENTS.plan]:
+            for layer in ARGUMENTS.layers or LAYERS:
                 for state in ARGUMENTS.states or ("bf16", "fp32"):
-                    for batch in ARGUMENTS.batches or (256, 64):
-                        if width in PLANNED[layer]:
-                            key_heads, value_heads, value_width = LAYERS[layer]
-                            found.append(Case(layer, key_heads, value_heads, width, value_width, batch, state))
+                    for batch in ARGUMENTS.batches or (64, 256):
+                        key_heads, value_heads, value_width = LAYERS[layer]
+                        found.append(Case(layer, key_heads, value_heads, width, value_width, batch, state))
         return found
     for widths in [ARGUMENTS.widths] if ARGUMENTS.widths else WIDTHS:
         for batch in ARGUMENTS.batches or BATCHES:
@@ -290,7 +283,7 @@ def main() -> int:
 def options() -> Any:
     """Those of the command line."""
     found = parser(__doc__)
-    found.add_argument("--plan", choices=["default"], help="cases and variants that a short time on a GPU suffices for")
+    found.add_argument("--plan", choices=PLANS, help="cases and variants that a short time on a GPU suffices for")
     found.add_argument("--kernels", action="store_true", help="what each kernel of a step takes, by the profiler")
     return found.parse_args()
 

@@ -515,6 +515,7 @@ def check_delta(
     value_major: bool = False,
     at_once: int = 1,
     config: StepConfig | None = None,
+    terms: int | None = None,
     **change: Any,
 ) -> None:
     """Assert that `delta_step` follows the oracle, token by token or several at once, of which some are taken back.
@@ -528,15 +529,16 @@ def check_delta(
         value_major: whether K is contiguous in the pool.
         at_once: T.
         config: of the kernel.
+        terms: of `assert_as_precise`; `None` for one a token. Sums over K one after the other, as in triton's
+            interpreter, are rounded K times, where a tree's partial sums that are as large as the sum are few.
         change: what to change about the case.
 
     Raises:
         AssertionError: naming what differs, and by how much.
     """
     case = delta_step_case(**{"batch": 2, **DELTA_CASES[name], **change})
-    _check(
-        delta_step, delta_oracle, delta_summands, case, impl, dtype, device, state_dtype, value_major, at_once, config
-    )
+    oracle = delta_oracle, delta_summands
+    _check(delta_step, *oracle, case, impl, dtype, device, state_dtype, value_major, at_once, config, terms)
 
 
 def check_ssd(
@@ -553,7 +555,8 @@ def check_ssd(
 ) -> None:
     """Assert that `ssd_step` follows the oracle. Arguments as for `check_delta`; `value_major` has N contiguous."""
     case = ssd_step_case(**{"batch": 2, **SSD_CASES[name], **change})
-    _check(ssd_step, ssd_oracle, ssd_summands, case, impl, dtype, device, state_dtype, value_major, at_once, config)
+    oracle = ssd_oracle, ssd_summands
+    _check(ssd_step, *oracle, case, impl, dtype, device, state_dtype, value_major, at_once, config)
 
 
 def _check(
@@ -568,6 +571,7 @@ def _check(
     value_major: bool,
     at_once: int,
     config: StepConfig | None,
+    terms: int | None = None,
 ) -> None:
     narrow = case.to(dtype)
     # The truth of the inputs as they are once rounded, not of what they were.
@@ -581,7 +585,7 @@ def _check(
     finer = torch.finfo(state_dtype).eps / torch.finfo(coarsest).eps
     sizes = {name: size * finer for name, size in summands(narrow, states).items()}
     # Rounded a token, in another order; what one token leaves to the next is the yardstick's as well.
-    assert_as_precise(found, truth, yardstick, coarsest, terms=case.projected.shape[1], summands=sizes)
+    assert_as_precise(found, truth, yardstick, coarsest, terms or case.projected.shape[1], sizes)
 
 
 def follow(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lapkernels.decoding.configs import StepConfig, choose_config, key_parts
+from lapkernels.decoding.configs import StepConfig, choose_apart, choose_config, key_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +25,9 @@ def run(*command: str, interpreted: bool) -> str:
     return done.stdout
 
 
+WIDTHS = [(32, 512), (48, 256), (64, 128), (80, 64), (96, 512), (112, 128), (128, 256), (192, 64), (256, 128)]
+"""K and V: whole ones and what pruning leaves, heads of one tile and of many."""
+
 INTERPRETED = {
     "delta": """
         # Tiles, warps and splits in turn: all of a head at once, tile after tile, programs that meet.
@@ -33,18 +36,23 @@ INTERPRETED = {
             check_delta(name, "triton", torch.float32, batch=1, tokens=3, at_once=1 + number % 2,
                         config=configs[number % 4], value_major=number % 3 == 2,
                         state_dtype=torch.bfloat16 if number % 5 == 3 else None)
-            check_delta(name, "triton", torch.float32, batch=1, tokens=3, value_major=number % 3 == 1,
-                        config=StepConfig((8, 4, 2)[number % 3], 1 + number % 2, 1, apart=True))
         """,
-    "delta in blocks": """
+    "delta in three kernels": """
         # Whole heads and tiles, several rows a program and more than there are, words of two numbers, odd rows.
-        configs = [StepConfig(8, 1, 1), StepConfig(4, 1, 1), StepConfig(2, 2, 1)]
+        configs = [StepConfig(*cut, apart=True) for cut in ((8, 1, 1), (4, 1, 1), (2, 2, 1))]
         for number, name in enumerate(DELTA_CASES):
             for turn in range(2):
-                config = configs[(number + turn) % 3]._replace(apart=True, blocks=True, grouped=1 + turn, keep=turn > 0)
+                config = configs[(number + turn) % 3]
                 check_delta(name, "triton", torch.float32, batch=1 + turn, tokens=2, config=config,
                             value_major=number % 4 == 3 - turn,
                             state_dtype=torch.bfloat16 if (number + turn) % 2 else None)
+        """,
+    "what large batches get": """
+        for number, (key_width, value_width) in enumerate(WIDTHS):
+            dtype, name = (torch.float32, torch.bfloat16)[number % 2], list(DELTA_CASES)[number % len(DELTA_CASES)]
+            check_delta(name, "triton", torch.float32, batch=1, tokens=2, state_dtype=dtype, terms=2 * key_width,
+                        config=choose_apart(key_width, value_width, 100000, dtype.itemsize), key_width=key_width,
+                        value_width=min(value_width, 100), key_heads=1, value_heads=1)
         """,
     "ssd": """
         configs = [StepConfig(8, 1, 1), StepConfig(4, 2, 2)]
@@ -64,7 +72,6 @@ INTERPRETED = {
             ways = [("reference", None), ("triton", None)]
             if step is delta_step:
                 ways.append(("three kernels", StepConfig(4, 1, 1, apart=True)))
-                ways.append(("in blocks", StepConfig(4, 1, 1, apart=True, blocks=True)))
             for impl, config in ways:
                 state, conv = torch.ones_like(case.state(3), dtype=torch.bfloat16), case.conv(3)
                 conv.inputs.zero_()
@@ -134,9 +141,10 @@ INTERPRETED = {
 def test_the_kernels_interpreted(part):
     head = """
         import torch
-        from lapkernels.decoding.configs import StepConfig
+        from lapkernels.decoding.configs import StepConfig, choose_apart
         from lapkernels.testing_steps import *
         """
+    head += f"WIDTHS = {WIDTHS}\n"
     run("-c", textwrap.dedent(head) + textwrap.dedent(INTERPRETED[part]), interpreted=True)
 
 
@@ -182,11 +190,11 @@ def test_what_the_table_chooses_compiles(capability, count):
         # What the table seldom chooses, tile after tile among it: seen to compile.
         case = delta_step_case(batch=1, tokens=1, key_width=32, value_width=64).to(torch.bfloat16)
         for config in ((16, 1, 1), (16, 2, 1), (16, 1, 4), (8, 1, 1, "", None, True),
-                       (8, 1, 1, "", None, True, True, 2, True), (64, 2, 1, "", None, True, True, 4)):
+                       (64, 2, 1, "", None, True)):
             delta_step(**case.tokens(0, 1), **case.constants(), state=case.state(1, torch.float32, value_major=False),
                  conv=case.conv(1), position=torch.tensor([3]), slots=torch.tensor([0]), config=StepConfig(*config),
                  impl="triton")
-        assert len(compiled) == len(found) + 11
+        assert len(compiled) == len(found) + 9
         print(json.dumps(found))
         """
     found = json.loads(run("-c", textwrap.dedent(program), interpreted=False))
@@ -199,12 +207,73 @@ def test_what_the_table_chooses_compiles(capability, count):
         assert spilled <= 128, (config, spilled)
 
 
+CHOSEN = f"""
+    import json, torch
+    from lapkernels.decoding.configs import choose_apart
+    from lapkernels.delta_step import triton_launch
+    from lapkernels.offline import compile_only, resources
+    from lapkernels.testing_steps import *
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: None
+
+    triton_launch.delta_inputs_kernel = triton_launch.delta_outputs_kernel = Nothing()
+    compiled, found = compile_only(90), []
+    for key_width, value_width in {WIDTHS}:
+        for dtype in (torch.bfloat16, torch.float32)[: 1 + (key_width in (48, 256))]:
+            case = delta_step_case(batch=1, tokens=1, key_width=key_width, value_width=value_width, padding=8)
+            case, config = case.to(torch.bfloat16), choose_apart(key_width, value_width, 100000, dtype.itemsize)
+            delta_step(**case.tokens(0, 1), **case.constants(), state=case.state(1, dtype), conv=case.conv(1),
+                       position=torch.tensor([3]), slots=torch.tensor([0]), config=config, impl="triton")
+            taken = resources(compiled[-1])
+            found.append([key_width, dtype.itemsize, config, taken, taken.programs()])
+    assert len(compiled) == len(found)
+    print(json.dumps(found))
+    """
+
+
+def test_what_large_batches_get_compiles_without_spills():
+    found = json.loads(run("-c", textwrap.dedent(CHOSEN), interpreted=False))
+    assert len(found) == len(WIDTHS) + 2
+    for key_width, size, config, (_, spilled, shared, warps), programs in found:
+        assert not spilled, (key_width, size, config, spilled)
+        assert warps == config[1]
+        assert shared <= 8 * 1024
+        # At the narrowest by how many programs a multiprocessor takes; at all others by their registers.
+        assert programs * key_width * config[0] * size >= 64 * 1024, (key_width, size, config, programs)
+
+
+def test_what_large_batches_get():
+    """As measured; and at every width a program of 32 KB and four warps at most, whose threads have enough to do."""
+
+    def cut(key_width, size, value_width=128):
+        config = choose_apart(key_width, value_width, 100000, size)
+        assert config is not None
+        return config.tile, config.warps, config.registers
+
+    assert [cut(width, 4) for width in (64, 96, 128)] == [(64, 2, None), (64, 4, None), (64, 4, None)]
+    assert [cut(width, 2) for width in (64, 96, 128)] == [(64, 2, 80), (64, 2, 120), (64, 4, 80)]
+    assert choose_apart(128, 128, 511, 2) is None
+    assert choose_apart(128, 128, 512, 2) is not None
+    for key_width in range(16, 257):
+        for value_width in (16, 24, 64, 128, 512):
+            for size in (2, 4):
+                tile, warps, registers = cut(key_width, size, value_width)
+                held = key_width * tile / (32 * warps)
+                assert tile == 64 or tile >= value_width or key_width * tile * size > 16 * 1024
+                assert key_width * tile * size <= 32 * 1024
+                assert held <= (64 if size == 4 else 128)
+                assert warps == 1 or (warps in (2, 4) and held >= {2: 64, 4: 32}[size])
+                assert (registers is None) == (size == 4 or warps == 1)
+
+
 LATE = """
     import json, re, subprocess, sys, tempfile, torch
     from pathlib import Path
     import triton.backends.nvidia
     from lapkernels.offline import compile_only, resources
-    from lapkernels.decoding.configs import StepConfig
+    from lapkernels.decoding.configs import choose_apart
     from lapkernels.testing_steps import *
     compiled = compile_only(90)
     tool = Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
@@ -226,19 +295,20 @@ LATE = """
                 return len(held), [line for line in lines[at:] if line.startswith("LDG")]
         raise AssertionError("the state is never needed")
 
-    for dtype, config in ((torch.float32, (32, 2, 1)), (torch.bfloat16, (64, 2, 1, "", 128))):
+    for dtype in (torch.float32, torch.bfloat16):
+        config = choose_apart(96, 128, 4096, dtype.itemsize)
         case = delta_step_case(batch=1, tokens=1, key_width=96, value_width=128, padding=8).to(torch.bfloat16)
         delta_step(**case.tokens(0, 1), **case.constants(), state=case.state(1, dtype), conv=case.conv(1),
                    position=torch.tensor([3]), slots=torch.tensor([0]), impl="triton",
-                   config=StepConfig(*config)._replace(apart=True, blocks=True))
+                   config=config)
         held, found = late(compiled[-2])
         # 96 x tile numbers, by 32 threads a warp and four bytes a register.
-        assert held == 96 * config[0] * dtype.itemsize // (4 * 32 * config[1]), held
+        assert held == 96 * config.tile * dtype.itemsize // (4 * 32 * config.warps), held
         assert not found, (config, found)
         taken = resources(compiled[-2])
         assert not taken.spilled
         # What a multiprocessor holds of states: well above what its bandwidth times the life of a program comes to.
-        assert taken.programs() * 96 * config[0] * dtype.itemsize >= 72 * 1024, taken
+        assert taken.programs() * 96 * config.tile * dtype.itemsize >= 72 * 1024, taken
     """
 
 
@@ -249,10 +319,10 @@ def test_the_states_kernel_waits_twice():
 
 def test_blocks_of_rows():
     """Threads cover a block with 16 bytes each; a narrow tile, or few channels, takes what there is."""
-    assert StepConfig(32, 2, 1).block(128, 4) == (8, 4)
-    assert StepConfig(64, 2, 1).block(128, 2) == (8, 8)
-    assert StepConfig(2, 1, 1).block(128, 4) == (32, 2)
-    assert StepConfig(8, 4, 1).block(12, 4) == (16, 4)
+    assert StepConfig(32, 2, 1).block(128, 4) == 8
+    assert StepConfig(64, 2, 1).block(128, 2) == 8
+    assert StepConfig(2, 1, 1).block(128, 4) == 32
+    assert StepConfig(8, 4, 1).block(12, 4) == 16
 
 
 def test_the_table_covers_every_width():
@@ -278,13 +348,13 @@ def test_the_table_covers_every_width():
 def test_the_benchmarks_run(name, tmp_path):
     output = tmp_path / "rows.jsonl"
     script = str(ROOT / "kernels" / "benchmarks" / f"{name}.py")
-    configs = {"delta_step": "4:1:1:::blocks:2:keep,2:1:1:::apart"}.get(name, "no")
+    configs = {"delta_step": "4:1:1::80:apart,2:1:1:::apart"}.get(name, "no")
     options = ["--toy", "--repeats", "1", "--trials", "1", "--configs", configs, "--output", str(output)]
     shown = run(script, *options, interpreted=True)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     ours = next(row for row in rows if row.get("impl") == "triton")
     assert ours["us"] > 0
     asked = [row["config"] for row in rows if row.get("impl") == "triton" and not row["chosen"]]
-    assert asked == ([] if configs == "no" else ["4:1:1:::blocks:2:keep", "2:1:1:::apart:1"])
+    assert asked == ([] if configs == "no" else ["4:1:1::80:apart", "2:1:1:::apart"])
     assert ours["floor_us"] == pytest.approx(ours["bytes"] / 4.3e12 * 1e6)
     assert "table's choice" in shown

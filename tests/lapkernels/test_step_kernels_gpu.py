@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lapkernels.decoding.configs import StepConfig
+from lapkernels.decoding.configs import StepConfig, choose_apart
 from lapkernels.decoding.workspace import Workspace
 from lapkernels.delta_step import allocate_state, delta_step
 from lapkernels.norm import rms_norm, swiglu
@@ -26,10 +26,8 @@ WAYS = {
     "tile after tile": StepConfig(2, 1, 1),
     "programs that meet": StepConfig(2, 2, 4),
     "three kernels": StepConfig(2, 1, 1, apart=True),
-    "blocks of rows": StepConfig(2, 1, 1, apart=True, blocks=True, grouped=2),
-    "blocks, whole heads": StepConfig(8, 1, 1, apart=True, blocks=True, grouped=4, keep=True),
+    "three kernels, a tile a head": StepConfig(8, 1, 1, apart=True),
 }
-APART = ("three kernels", "blocks of rows", "blocks, whole heads")
 
 
 @pytest.mark.parametrize("at_once", [1, 3], ids="T{}".format)
@@ -41,7 +39,7 @@ def test_delta_step(name, dtype, state_dtype, way, at_once):
 
 
 @pytest.mark.parametrize("at_once", [1, 3], ids="T{}".format)
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in APART])
+@pytest.mark.parametrize("way", [way for way, config in WAYS.items() if config is None or not config.apart])
 @pytest.mark.parametrize(("dtype", "state_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16)], ids=["32", "16", "16/16"])
 @pytest.mark.parametrize("name", SSD_CASES)
 def test_ssd_step(name, dtype, state_dtype, way, at_once):
@@ -60,8 +58,8 @@ def test_widths(key_width, value_width, state_dtype):
     large = {32: StepConfig(128, 2, 1), 256: StepConfig(64, 8, 8)}.get(
         key_width, StepConfig(64, 4, -(-value_width // 64))
     )
-    apart = [StepConfig(tile, 1, 1, apart=True) for tile in (8, 16)]
-    apart += [StepConfig(tile, 2, 1, apart=True, blocks=True, grouped=2) for tile in (32, 64)]
+    apart = [StepConfig(tile, 2, 1, apart=True) for tile in (8, 32)]
+    apart.append(choose_apart(key_width, value_width, 4096, state_dtype.itemsize))
     for config in (None, large, large._replace(registers=128, evict="evict_first"), *apart):
         check_delta(
             "as in Gated DeltaNet", "triton", BF16, "cuda", state_dtype=state_dtype, config=config,
@@ -85,15 +83,14 @@ def test_more_heads_than_a_grid_axis_has_room_for():
     rows = 40000
     state, alone = torch.full((rows, 2, 16, 16), 0.5, device="cuda"), torch.full((1, 2, 16, 16), 0.5, device="cuda")
     given = {name: x.expand(rows, *x.shape[1:]) for name, x in case.tokens(0, 1).items() if x is not None}
-    for config in (StepConfig(16, 1, 1), StepConfig(4, 1, 4), StepConfig(8, 1, 1, apart=True),
-                   StepConfig(16, 1, 1, apart=True, blocks=True, grouped=2)):  # fmt: skip
+    for config in (StepConfig(16, 1, 1), StepConfig(4, 1, 4), StepConfig(8, 1, 1, apart=True)):
         out = delta_step(**given, **case.constants(), state=state, config=config)
         one = delta_step(**case.tokens(0, 1), **case.constants(), state=alone, config=config)
         assert torch.equal(out, one.expand_as(out))
         assert torch.equal(state, alone.expand_as(state))
 
 
-@pytest.mark.parametrize("config", [None, StepConfig(64, 2, 1, apart=True, blocks=True)], ids=["table", "blocks"])
+@pytest.mark.parametrize("config", [None, StepConfig(64, 4, 1, apart=True)], ids=["table", "apart"])
 def test_a_pool_above_2_to_the_31(config):
     """Case 16: rows at both ends of a pool of 2.3 G numbers."""
     slots, heads = 4400, 32
@@ -126,10 +123,10 @@ def test_a_pool_above_2_to_the_31(config):
     assert not pool[1 : slots - 1].any()
 
 
-@pytest.mark.parametrize("kind", ["delta", "blocks", "ssd"])
+@pytest.mark.parametrize("kind", ["delta", "apart", "ssd"])
 def test_replayed_in_a_graph(kind):
     """Programs meet anew in each replay; positions, slots and seeds change under the graph."""
-    configs = {"delta": StepConfig(8, 1, 4), "blocks": StepConfig(8, 1, 1, apart=True, blocks=True, grouped=2)}
+    configs = {"delta": StepConfig(8, 1, 4), "apart": StepConfig(8, 1, 1, apart=True)}
     config = configs.get(kind)
     if kind == "ssd":
         step, case = ssd_step, ssd_step_case(batch=3, tokens=20, heads=8, norm_groups=2)

@@ -16,10 +16,6 @@ class StepConfig(NamedTuple):
         evict: how the state passes the caches: `""`, `evict_first` or `evict_last`.
         registers: the most that a thread may have; `None` for what the compiler likes.
         apart: whether filters, norms and gates are kernels of their own; the delta step alone, one token a row.
-        blocks: with `apart`, whether a tile is cut into blocks of rows, see `triton_blocks` of the delta step; a tile
-            as wide as V then needs no kernel after it.
-        grouped: with `apart`, rows and heads that a program of the kernels around the state takes, a power of two.
-        keep: with `apart`, whether what one kernel hands the next is to outlast the state in the cache.
     """
 
     tile: int
@@ -28,9 +24,6 @@ class StepConfig(NamedTuple):
     evict: str = ""
     registers: int | None = None
     apart: bool = False
-    blocks: bool = False
-    grouped: int = 1
-    keep: bool = False
 
     def tiles(self, value_width: int) -> int:
         """Tiles that each program takes."""
@@ -47,10 +40,10 @@ class StepConfig(NamedTuple):
         across = min(32, max(1, self.tile * state_bytes // 16))
         return tuple(min(part, 32 * self.warps // across) for part in parts)
 
-    def block(self, key_width: int, state_bytes: int) -> tuple[int, int]:
-        """Rows of a block, as many as the threads cover at once, and numbers that a thread has of each."""
+    def block(self, key_width: int, state_bytes: int) -> int:
+        """Rows of a block of `apart`: as many as a program's threads cover with 16 bytes each."""
         vector = min(self.tile, 16 // state_bytes)
-        return min(max(1, 32 * self.warps * vector // self.tile), power_of_two(key_width)), vector
+        return min(max(1, 32 * self.warps * vector // self.tile), power_of_two(key_width))
 
 
 def power_of_two(number: int) -> int:
@@ -136,11 +129,17 @@ APART = 16 * 2**20
 """Bytes of state in a step from which three kernels are faster than one: less is over before the first of them is."""
 
 
+APART_REGISTERS = ((64, 80), (120, 120), (128, 128))
+"""Registers of a thread that holds so many numbers of a bf16 state, beside other warps: the fewest without spills. What
+the compiler takes of itself is few enough in fp32, and without another warp to hand sums to."""
+
+
 def choose_apart(key_width: int, value_width: int, heads: int, state_bytes: int) -> StepConfig | None:
     """The configuration of a step by three kernels; `None` where one does better.
 
-    Small programs are many, and have their part of the state under way while they wait for anything else: each
-    thread holds 64 numbers of it, each row of a tile is one line of memory.
+    Small programs are many, and have their part of the state under way while they wait for anything else. Pieces of
+    rows are a line of memory or two, a program is of 32 KB and four warps at most. A thread holds up to 64 numbers in
+    fp32; in bf16, where the same arithmetic is done for half the bytes, 64 or more.
 
     Args:
         key_width: K.
@@ -150,8 +149,13 @@ def choose_apart(key_width: int, value_width: int, heads: int, state_bytes: int)
     """
     if heads * key_width * value_width * state_bytes < APART:
         return None
-    tile = min(128 // state_bytes, power_of_two(value_width))
-    warps = 1
-    while warps < 8 and sum(key_parts(key_width)) * tile > 64 * 32 * warps:
+    tile = min(64, power_of_two(value_width))
+    while tile > 16 and key_width * tile * state_bytes > 32 * 1024:
+        tile //= 2
+    numbers, warps = key_width * tile, 1
+    while warps < 4 and (numbers > 64 * 32 * warps if state_bytes == 4 else numbers >= 2 * 64 * 32 * warps):
         warps *= 2
-    return StepConfig(tile, warps, 1, apart=True)
+    registers = None
+    if state_bytes == 2 and warps > 1:
+        registers = next((most for held, most in APART_REGISTERS if numbers <= held * 32 * warps), None)
+    return StepConfig(tile, warps, 1, registers=registers, apart=True)

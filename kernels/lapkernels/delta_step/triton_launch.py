@@ -10,16 +10,18 @@ from lapkernels.decoding.configs import StepConfig, choose_apart, choose_config,
 from lapkernels.decoding.rows import check_kept_dtype
 from lapkernels.decoding.workspace import Workspace, meeting_place
 from lapkernels.delta_step.arguments import StepArguments
-from lapkernels.delta_step.triton_blocks import GATES, delta_blocks_kernel
-from lapkernels.delta_step.triton_passes import (
-    delta_inputs_kernel,
-    delta_outputs_kernel,
-    delta_states_kernel,
-)
+from lapkernels.delta_step.triton_passes import delta_inputs_kernel, delta_outputs_kernel
+from lapkernels.delta_step.triton_states import GATES, delta_states_kernel
 from lapkernels.delta_step.triton_step import delta_step_kernel
 
-_WIDEST, _WIDEST_OF_BLOCKS = 512, 256
-"""Channels of v that a program filters at most, before either kind of states' kernel."""
+_WIDEST = 256
+"""Channels of v that a program filters at most, before the states' kernel."""
+
+_GROUPED = 2
+"""Rows, or heads, that a program of the kernels around the states takes, so that there are half as many."""
+
+_KEPT = "evict_last"
+"""How what one kernel hands the next passes the caches: it is to outlast the states."""
 
 
 def delta_step_triton(
@@ -43,7 +45,7 @@ def delta_step_triton(
     tiles = config.tiles(value_width)
     check_kept_dtype(state)
     if config.apart and time == 1 and commit is None:
-        return _three_passes(arguments, config)
+        return _three_kernels(arguments, config)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     counters = scratch = out
     held = norm_weight is not None and tiles > 1 and time == 1 and config.splits == 1
@@ -84,88 +86,69 @@ def delta_step_triton(
     return out
 
 
-def _three_passes(arguments: StepArguments, config: StepConfig) -> Tensor:
-    """One token a row by the kernels of `triton_passes`, or of `triton_blocks` in the place of the second."""
+def _three_kernels(arguments: StepArguments, config: StepConfig) -> Tensor:
+    """One token a row by the kernels of `triton_passes` and, between them, of `triton_states`."""
     (
         q, k, v, state, b, a, A_log, dt_bias, decay_lower_bound, conv, position, slots, gate, norm_weight, norm_eps,
         gate_activation, lamb, strength, scale, qk_l2norm, silu, _, rounding_seed,
     ) = arguments  # fmt: skip
     batch, _, key_heads, key_width = q.shape
     value_heads, value_width = v.shape[2:]
-    heads, wide = batch * value_heads, power_of_two(key_width)
+    heads, wide, wide_value = batch * value_heads, power_of_two(key_width), power_of_two(value_width)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     none = out
     decay = 0 if a is None else a.ndim - 2
-    all_keys = batch * key_heads * key_width
-    keys, products, values, gates, factors = _scratch(
-        q.device, 2 * all_keys, batch * key_heads, heads * value_width, heads * int(GATES),
+    pairs, products, values, gates, factors = _scratch(
+        q.device, 2 * batch * key_heads * key_width, batch * key_heads, heads * value_width, heads * int(GATES),
         heads * key_width if decay == 2 else 0,
     )  # fmt: skip
     inputs, weight, bias = (none, none, None) if conv is None else (conv.inputs, conv.weight, conv.bias)
-    block = min(_WIDEST_OF_BLOCKS if config.blocks else _WIDEST, power_of_two(value_width))
+    block = min(_WIDEST, wide_value)
     pieces = -(-value_width // block)
     splits = -(-value_width // config.tile)
     early = may_begin_early(q.device)
-    grouped = config.grouped
-    kept = "evict_last" if config.keep else ""
     shape = {"H": key_heads, "HV": value_heads, "K": key_width, "V": value_width}
     known = {"POSITION": position is not None, "SLOTS": slots is not None, "EARLY": early, "launch_pdl": early}
-    after = {"NORM": norm_weight is not None, "GATE": gate is not None, "SIGMOID": gate_activation == "sigmoid"}
 
     def pointer(tensor: Tensor | None) -> Tensor:
         return none if tensor is None else tensor
 
     place = pointer(position), pointer(slots)
-    gating = pointer(gate), pointer(norm_weight), out
-    parts = -(-batch // grouped) * (key_heads + value_heads * pieces)
-    first: Any = delta_inputs_kernel[(parts,)]
-    second: Any = (delta_blocks_kernel if config.blocks else delta_states_kernel)[(heads * splits,)]
-    third: Any = delta_outputs_kernel[(-(-heads // grouped),)]
-    second_of_all = {"SPLITS": splits, "DECAY": decay, "LAMBDA": lamb is not None}
-    second_of_all |= {"STOCHASTIC": rounding_seed is not None, "num_warps": config.warps, "maxnreg": config.registers}
+    first: Any = delta_inputs_kernel[(-(-batch // _GROUPED) * (key_heads + value_heads * pieces),)]
+    second: Any = delta_states_kernel[(heads * splits,)]
+    third: Any = delta_outputs_kernel[(-(-heads // _GROUPED),)]
     with torch.cuda.device(q.device.index if q.is_cuda else -1):
         first(
             q, k, v, pointer(b), pointer(a), pointer(lamb), inputs, weight, pointer(bias), pointer(A_log),
-            pointer(dt_bias), *place, keys, products, values, gates, factors,
+            pointer(dt_bias), *place, pairs, products, values, gates, factors,
             q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), *_strides(b, 1),
             *_strides(a, 3)[::2], *_strides(lamb, 1), *inputs.stride()[:2], *weight.stride()[:2],
-            scale, strength, 0.0 if decay_lower_bound is None else decay_lower_bound, all_keys, batch,
-            **shape, KN=wide, BW=block, BLOCKS=pieces, G=grouped, PAIRS=config.blocks,
+            scale, strength, 0.0 if decay_lower_bound is None else decay_lower_bound, batch,
+            **shape, KN=wide, BW=block, BLOCKS=pieces, G=_GROUPED,
             W=0 if conv is None else conv.width, R=1 if conv is None else conv.ring, BIAS=bias is not None,
             SILU_Q=silu[0], SILU_K=silu[1], SILU_V=silu[2], L2NORM=qk_l2norm, WRITE=b is not None, DECAY=decay,
             RATED=A_log is not None, DT_BIAS=dt_bias is not None, BOUNDED=decay_lower_bound is not None,
-            LAMBDA=lamb is not None, KEPT=kept, **known,
-            num_warps=_warps(max(wide, block) * grouped, config, 4),
+            LAMBDA=lamb is not None, KEPT=_KEPT, **known, num_warps=_warps(max(wide, block) * _GROUPED, 4),
         )  # fmt: skip
-        if config.blocks:
-            rows, vector = config.block(key_width, state.element_size())
-            second(
-                state, keys, products, values, gates, factors, *place, pointer(rounding_seed), *gating,
-                *state.stride()[:2], *_strides(gate, 3)[::2], norm_eps, 16, **shape, STRIDE_K=state.stride(2),
-                STRIDE_V=state.stride(3), R=rows, BV=config.tile, VECTOR=vector, TWO=_by_two(state, config.tile),
-                EVICT=config.evict, KEPT=kept, **second_of_all, **after, **known,
-            )  # fmt: skip
-        else:
-            sizes = key_parts(key_width)
-            rows = config.rows_at_once(sizes, state.element_size(), state.stride(3) == 1)
-            second(
-                state, keys, products, values, gates, factors, *place, pointer(rounding_seed),
-                *state.stride()[:2], all_keys, **shape, STRIDE_K=state.stride(2), STRIDE_V=state.stride(3),
-                K0=sizes[0], K1=sizes[1], K2=sizes[2], ROWS0=rows[0], ROWS1=rows[1], ROWS2=rows[2], BV=config.tile,
-                EVICT=config.evict, **second_of_all, **known,
-            )  # fmt: skip
-        if splits > 1 or not config.blocks:
-            third(
-                values, pointer(gate), pointer(norm_weight), out, *place, *_strides(gate, 3)[::2], norm_eps, heads,
-                HV=value_heads, V=value_width, V2=power_of_two(value_width), G=grouped, **after, **known,
-                num_warps=_warps(power_of_two(value_width) * grouped, config, 8),
-            )  # fmt: skip
+        second(
+            state, pairs, products, values, gates, factors, *place, pointer(rounding_seed), *state.stride()[:2], 16,
+            **shape, STRIDE_K=state.stride(2), STRIDE_V=state.stride(3),
+            R=config.block(key_width, state.element_size()), BV=config.tile, SPLITS=splits, DECAY=decay,
+            LAMBDA=lamb is not None, STOCHASTIC=rounding_seed is not None, TWO=_by_two(state, config.tile),
+            EVICT=config.evict, KEPT=_KEPT, **known, num_warps=config.warps, maxnreg=config.registers,
+        )  # fmt: skip
+        third(
+            values, pointer(gate), pointer(norm_weight), out, *place, *_strides(gate, 3)[::2], norm_eps, heads,
+            HV=value_heads, V=value_width, V2=wide_value, G=_GROUPED, NORM=norm_weight is not None,
+            GATE=gate is not None, SIGMOID=gate_activation == "sigmoid", **known,
+            num_warps=_warps(wide_value * _GROUPED, 8),
+        )  # fmt: skip
     return out
 
 
-def _warps(numbers: int, config: StepConfig, most: int) -> int:
-    """Of a program around the states that takes so many numbers: four of them a thread, or eight."""
-    return max(1, min(most, numbers // (256 if config.blocks else 128)))
+def _warps(numbers: int, most: int) -> int:
+    """Of a program around the states that takes so many numbers: eight of them a thread."""
+    return max(1, min(most, numbers // 256))
 
 
 def _by_two(state: Tensor, tile: int) -> bool:

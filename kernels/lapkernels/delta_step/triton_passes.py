@@ -11,38 +11,27 @@ around the state begin and end within its time, where the device can begin a ker
 import triton
 import triton.language as tl
 
-from lapkernels.decoding.triton_parts import (
-    activate,
-    add2,
-    add3,
-    filter_token,
-    load_tile,
-    mix_bits,
-    norm_and_gate,
-    store_tile,
-    take_turn,
-    tile_rows,
-)
-from lapkernels.delta_step.triton_blocks import GATES
+from lapkernels.decoding.triton_parts import activate, add3, filter_token, norm_and_gate, take_turn
+from lapkernels.delta_step.triton_states import GATES
 from lapkernels.delta_step.triton_step import channel_decay, gates_of
 
 
 @triton.jit(do_not_specialize=["rows"])
 def delta_inputs_kernel(
     q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, lamb_ptr, ring_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
-    position_ptr, slots_ptr, keys_ptr, products_ptr, values_ptr, gates_ptr, factors_ptr,
+    position_ptr, slots_ptr, pairs_ptr, products_ptr, values_ptr, gates_ptr, factors_ptr,
     q_sb, q_sh, k_sb, k_sh, v_sb, v_sh, b_sb, a_sb, a_sh, lamb_sb, ring_ss, ring_sr, weight_sc, weight_sw,
-    scale, strength, lower_bound, all_keys, rows,
+    scale, strength, lower_bound, rows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KN: tl.constexpr, BW: tl.constexpr,
-    BLOCKS: tl.constexpr, G: tl.constexpr, PAIRS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr,
+    BLOCKS: tl.constexpr, G: tl.constexpr, W: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr,
     SILU_Q: tl.constexpr, SILU_K: tl.constexpr, SILU_V: tl.constexpr, L2NORM: tl.constexpr, WRITE: tl.constexpr,
     DECAY: tl.constexpr, RATED: tl.constexpr, DT_BIAS: tl.constexpr, BOUNDED: tl.constexpr, LAMBDA: tl.constexpr,
     POSITION: tl.constexpr, SLOTS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: of G rows, q and k of a key head, or BW channels of v and the gates of a value head.
 
-    keys: [2, B, H, K], q with its scale and k; with PAIRS [B, H, K, 2], k and q.  products: [B, H], their products.
-    values: [B, HV, V].  gates: [B, HV, 4].  factors: [B, HV, K], decays of key channels.
+    pairs: [B, H, K, 2], k and q with its scale side by side.  products: [B, H], k . q.  values: [B, HV, V].
+    gates: [B, HV, 4].  factors: [B, HV, K], decays of key channels.
     """
     take_turn(EARLY)
     PARTS: tl.constexpr = H + HV * BLOCKS
@@ -85,14 +74,9 @@ def delta_inputs_kernel(
         q *= q_unit[:, None]
         k *= k_unit[:, None]
         own = row * H + part
-        if PAIRS:
-            low = k.to(tl.uint32, bitcast=True).to(tl.int64)
-            high = q.to(tl.uint32, bitcast=True).to(tl.int64) << 32
-            pairs_ptr = keys_ptr.to(tl.pointer_type(tl.int64))
-            tl.store(pairs_ptr + own * K + key, low | high, mask=mask, eviction_policy=KEPT)
-        else:
-            tl.store(keys_ptr + own * K + key, q, mask=mask)
-            tl.store(keys_ptr + all_keys + own * K + key, k, mask=mask)
+        low = k.to(tl.uint32, bitcast=True).to(tl.int64)
+        high = q.to(tl.uint32, bitcast=True).to(tl.int64) << 32
+        tl.store(pairs_ptr.to(tl.pointer_type(tl.int64)) + own * K + key, low | high, mask=mask, eviction_policy=KEPT)
         tl.store(products_ptr + own, product, mask=live)
     else:
         head, block = (part - H) // BLOCKS, (part - H) % BLOCKS
@@ -131,93 +115,6 @@ def delta_inputs_kernel(
             tl.store(factors_ptr + own * K + number, factors, mask=owns & (number < K))
 
 
-@triton.jit
-def delta_states_kernel(
-    state_ptr, keys_ptr, products_ptr, values_ptr, gates_ptr, factors_ptr, position_ptr, slots_ptr, seed_ptr,
-    state_ss, state_sh, all_keys,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STRIDE_K: tl.constexpr,
-    STRIDE_V: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, ROWS0: tl.constexpr,
-    ROWS1: tl.constexpr, ROWS2: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr, DECAY: tl.constexpr,
-    LAMBDA: tl.constexpr, POSITION: tl.constexpr, SLOTS: tl.constexpr, STOCHASTIC: tl.constexpr, EVICT: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program: BV value channels of a value head of a row, all K channels. What it reads takes the place of v."""
-    pid = tl.program_id(0)
-    split, head, row = pid % SPLITS, (pid // SPLITS) % HV, (pid // (SPLITS * HV)).to(tl.int64)
-    columns = split * BV + tl.arange(0, BV)
-    WHOLE: tl.constexpr = V == BV * SPLITS
-    slot = row
-    if SLOTS:
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-    position = 0
-    old = row >= 0
-    if POSITION:
-        position = tl.load(position_ptr + row).to(tl.int32)
-        old = position > 0
-    live = (slot >= 0) & (position >= 0)
-    old = old & live
-    state_ptr += slot * state_ss + head * state_sh
-    s0 = load_tile(state_ptr, columns, old, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
-    if K1 > 0:
-        s1 = load_tile(state_ptr, columns, old, K0, K1, ROWS1, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
-    if K2 > 0:
-        s2 = load_tile(state_ptr, columns, old, K0 + K1, K2, ROWS2, K, V, WHOLE, STRIDE_K, STRIDE_V, EVICT)
-    # The state is on its way while the kernel before this one ends: it writes none of it.
-    take_turn(EARLY)
-    if not live:
-        return
-
-    own = row * HV + head
-    q_ptr = keys_ptr + (row * H + head // (HV // H)) * K
-    k_ptr = q_ptr + all_keys
-    q0, k0 = _of_rows(q_ptr, 0, K0, ROWS0, K), _of_rows(k_ptr, 0, K0, ROWS0, K)
-    if K1 > 0:
-        q1, k1 = _of_rows(q_ptr, K0, K1, ROWS1, K), _of_rows(k_ptr, K0, K1, ROWS1, K)
-    if K2 > 0:
-        q2, k2 = _of_rows(q_ptr, K0 + K1, K2, ROWS2, K), _of_rows(k_ptr, K0 + K1, K2, ROWS2, K)
-    inside = columns < V
-    values_ptr += own * V + columns
-    v = tl.load(values_ptr, mask=inside, other=0.0)
-    gates_ptr += own * GATES
-    beta, decay = tl.load(gates_ptr), tl.load(gates_ptr + 1)
-    if DECAY == 2:
-        factors_ptr += own * K
-        s0 *= _of_rows(factors_ptr, 0, K0, ROWS0, K)
-        if K1 > 0:
-            s1 *= _of_rows(factors_ptr, K0, K1, ROWS1, K)
-        if K2 > 0:
-            s2 *= _of_rows(factors_ptr, K0 + K1, K2, ROWS2, K)
-
-    # Both reductions are of the state before the write: S_new^T q = S^T q + (k . q) u.
-    found, read = tl.reduce((s0 * k0, s0 * q0), 0, add2)
-    if K1 > 0:
-        found1, read1 = tl.reduce((s1 * k1, s1 * q1), 0, add2)
-        found += found1
-        read += read1
-    if K2 > 0:
-        found2, read2 = tl.reduce((s2 * k2, s2 * q2), 0, add2)
-        found += found2
-        read += read2
-    read *= decay
-    found *= decay
-    if LAMBDA:
-        found += read * tl.load(gates_ptr + 2)
-    update = beta * (v - found)
-    key = tl.zeros((), tl.uint32)
-    if STOCHASTIC:
-        key = mix_bits(mix_bits((slot * HV + head).to(tl.uint32)) ^ tl.load(seed_ptr).to(tl.uint32))
-    store_tile(state_ptr, columns, True, decay * s0 + k0 * update[None, :], key, 0, K0, ROWS0, K, V, WHOLE, STRIDE_K,
-               STRIDE_V, STOCHASTIC, EVICT)  # fmt: skip
-    if K1 > 0:
-        store_tile(state_ptr, columns, True, decay * s1 + k1 * update[None, :], key, K0, K1, ROWS1, K, V, WHOLE,
-                   STRIDE_K, STRIDE_V, STOCHASTIC, EVICT)  # fmt: skip
-    if K2 > 0:
-        store_tile(state_ptr, columns, True, decay * s2 + k2 * update[None, :], key, K0 + K1, K2, ROWS2, K, V, WHOLE,
-                   STRIDE_K, STRIDE_V, STOCHASTIC, EVICT)  # fmt: skip
-    product = tl.load(products_ptr + row * H + head // (HV // H))
-    tl.store(values_ptr, read + product * update, mask=inside)
-
-
 @triton.jit(do_not_specialize=["heads"])
 def delta_outputs_kernel(
     values_ptr, gate_ptr, norm_ptr, out_ptr, position_ptr, slots_ptr, gate_sb, gate_sh, eps, heads,
@@ -247,12 +144,3 @@ def delta_outputs_kernel(
     if NORM or GATE:
         x *= weight
     tl.store(out_ptr + own * V + at, x.to(out_ptr.dtype.element_ty), mask=there & (at < V))
-
-
-@triton.jit
-def _of_rows(ptr, FIRST: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr):
-    """Numbers of the rows of a tile, [N, 1]; zeros where there is no row."""
-    rows = tile_rows(FIRST, N, ROWS)
-    if FIRST + N > K:
-        return tl.load(ptr + rows, mask=rows < K, other=0.0)[:, None]
-    return tl.load(ptr + rows)[:, None]

@@ -10,33 +10,30 @@ shared memory they would put barriers between the loads, each of which would the
 import triton
 import triton.language as tl
 
-from lapkernels.decoding.triton_parts import activate, add2, mix_bits, narrow_state, take_turn
+from lapkernels.decoding.triton_parts import add2, mix_bits, narrow_state, take_turn
 
 GATES: tl.constexpr = tl.constexpr(4)
 """Numbers of a head: write strength, decay, query feedback, and one that is not used, for the alignment."""
 
 
 @triton.jit
-def delta_blocks_kernel(
+def delta_states_kernel(
     state_ptr, pairs_ptr, products_ptr, values_ptr, gates_ptr, factors_ptr, position_ptr, slots_ptr, seed_ptr,
-    gate_ptr, norm_ptr, out_ptr, state_ss, state_sh, gate_sb, gate_sh, eps, half,
+    state_ss, state_sh, half,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STRIDE_K: tl.constexpr,
-    STRIDE_V: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, VECTOR: tl.constexpr, SPLITS: tl.constexpr,
-    DECAY: tl.constexpr, LAMBDA: tl.constexpr, POSITION: tl.constexpr, SLOTS: tl.constexpr,
-    STOCHASTIC: tl.constexpr, TWO: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr,
+    STRIDE_V: tl.constexpr, R: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr, DECAY: tl.constexpr,
+    LAMBDA: tl.constexpr, POSITION: tl.constexpr, SLOTS: tl.constexpr, STOCHASTIC: tl.constexpr, TWO: tl.constexpr,
     EVICT: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: BV value channels of a value head of a row, all K channels, as blocks [R, BV].
 
     pairs: [B, H, K, 2], k and q of a channel side by side.  TWO: the state is bf16, and is loaded as words
-    of two numbers.  half: 16, told when the kernel runs.  Where SPLITS is 1 the head is whole, and its norm, gate and
-    output are made here; elsewhere what is read takes the place of v, for `delta_outputs_kernel`.
+    of two numbers.  half: 16, told when the kernel runs.  What is read takes the place of v.
     """
     pid = tl.program_id(0)
     split, head, row = pid % SPLITS, (pid // SPLITS) % HV, (pid // (SPLITS * HV)).to(tl.int64)
     BLOCKS: tl.constexpr = (K + R - 1) // R
     WHOLE: tl.constexpr = V == BV * SPLITS
-    FINAL: tl.constexpr = SPLITS == 1
     UNIT: tl.constexpr = 2 if TWO else 1
     within, column = tl.arange(0, R)[:, None], split * BV + tl.arange(0, BV)[None, :]
     inside = _inside(within, column, V, WHOLE)
@@ -60,22 +57,13 @@ def delta_blocks_kernel(
         there = _rows(held, within, i * R, R, K)
         words = tl.load(words_ptr + (place + i * (R * STRIDE_K // UNIT)), mask=there, other=0, eviction_policy=EVICT)
         blocks = blocks + (words,)  # noqa: RUF005 -- the language has no unpacking
-    # As many neighbours as a thread has of the state, and not more because they are narrower.
-    near = (tl.arange(0, BV) // VECTOR * VECTOR + tl.arange(0, BV) % VECTOR)[None, :] + within * 0
-    if FINAL and NORM:
-        weight = tl.load(norm_ptr + near, mask=inside, other=0.0)
-    if FINAL and GATE:
-        gate = tl.load(gate_ptr + row * gate_sb + head * gate_sh + near, mask=inside & live, other=0.0)
     # All of that is on its way while the kernel before this one ends: it writes none of it.
     take_turn(EARLY)
-    first = inside & (within == 0)
-    own, key_head = row * HV + head, row * H + head // (HV // H)
-    out_ptr += own * V
     if not live:
-        if FINAL:
-            tl.store(out_ptr + near, tl.zeros([R, BV], out_ptr.dtype.element_ty), mask=first)
         return
 
+    first = inside & (within == 0)
+    own, key_head = row * HV + head, row * H + head // (HV // H)
     pairs_ptr = pairs_ptr.to(tl.pointer_type(tl.int64)) + key_head * K
     factors_ptr += own * K
     product = tl.load(products_ptr + key_head)
@@ -140,15 +128,7 @@ def delta_blocks_kernel(
         )
         tl.store(state_ptr + (within * STRIDE_K + column * STRIDE_V + i * (R * STRIDE_K)), new,
                  mask=_rows(inside, within, i * R, R, K), eviction_policy=EVICT)  # fmt: skip
-    out = read + product * update
-    if FINAL:
-        if NORM:
-            out *= tl.rsqrt(tl.sum(out * out, 1) / V + eps)[:, None] * weight.to(tl.float32)
-        if GATE:
-            out *= activate(gate.to(tl.float32), SIGMOID)
-        tl.store(out_ptr + near, out.to(out_ptr.dtype.element_ty), mask=first)
-    else:
-        tl.store(values_ptr, out, mask=first, eviction_policy=KEPT)
+    tl.store(values_ptr, read + product * update, mask=first, eviction_policy=KEPT)
 
 
 @triton.jit
