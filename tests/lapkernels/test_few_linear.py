@@ -87,6 +87,7 @@ def test_configurations_are_those_that_were_measured():
     assert not beats_cublas("gluon", 64, 2048, 5632, False)
     assert not beats_cublas("gluon", 64, 256, 256, True)
     assert not beats_cublas("gluon", 64, 34816, 2048, False)
+    assert not beats_cublas("gluon", 64, 9280, 2048, False)
 
 
 def test_what_is_refused():
