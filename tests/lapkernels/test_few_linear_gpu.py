@@ -109,7 +109,11 @@ def test_the_norm_of_shares(splits, rows):
     found = rms_norm(shares, gain, residual=residual, shares=True, dtype=BF16, impl="triton")
     wanted = residual.double() + shares.double().sum(0)
     assert found.output.dtype == found.residual.dtype == BF16
-    # One rounding, of at most 2^-9 of a number of at most 16, beside fp32's.
-    assert float((found.residual.double() - wanted).abs().max()) <= 2**-9 * 16
-    again = rms_norm(found.residual, gain, impl="triton")
-    assert torch.equal(found.output, again.output)
+    # One rounding, of at most 2^-9 of the sum, beside those of fp32 in making it.
+    summands = residual.double().abs() + shares.double().abs().sum(0)
+    assert bool(
+        ((found.residual.double() - wanted).abs() <= 2**-9 * wanted.abs() + (splits + 1) * 2**-24 * summands).all()
+    )
+    # More warps add up in another order, so that what is rounded may fall on the other side.
+    again = rms_norm(found.residual, gain, impl="triton").output
+    assert bool(((found.output.float() - again.float()).abs() <= 2**-7 * again.float().abs()).all())
