@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lapcli.errors import DataError
 from lapcli.serving.policy import Configuration
@@ -22,6 +22,28 @@ _PROMPT = 4
 
 ONE = Configuration("base", 0, 0)
 """Of a model that comes in one, where nobody says more."""
+
+
+class FrontCosts(NamedTuple):
+    """Seconds of what lies between a client and the engine: HTTP, tokenising, queues, pipes, and the client's reading.
+
+    It does one thing after the other, and the engine goes on meanwhile.
+
+    Attributes:
+        request: from a client's sending until the engine has it, of a request without a prompt.
+        prompt_token: more for each token of its prompt.
+        message: from what an engine says of a step until a client has the first token of it.
+        token: more for each further one of that step, as long as which it can do nothing else.
+    """
+
+    request: float = 0.0
+    prompt_token: float = 0.0
+    message: float = 0.0
+    token: float = 0.0
+
+
+NO_FRONT = FrontCosts()
+"""For what is asked without one."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +82,7 @@ class StepCosts(Curve):
         layer_bytes: of these, for each layer that is there twice.
         slot_bytes: of states, for each row that there is room for.
         total_bytes: that pages might take in the engine that was measured; 0 where it has none.
+        front: what comes before and behind the engine.
     """
 
     model: str = ""
@@ -74,6 +97,7 @@ class StepCosts(Curve):
     layer_bytes: int = 0
     slot_bytes: int = 0
     total_bytes: int = 0
+    front: FrontCosts = NO_FRONT
 
     def step(self, rows: int, seen: float, converted: float = 0.0, seen_converted: float = 0.0) -> float:
         """Seconds of a step, but for layers that run in parts.
@@ -101,7 +125,8 @@ class StepCosts(Curve):
 
     def write(self, path: Path) -> None:
         """Write them as JSON."""
-        document = {**asdict(self), "configurations": [each.document() for each in self.configurations]}
+        told = [each.document() for each in self.configurations]
+        document = {**asdict(self), "configurations": told, "front": self.front._asdict()}
         path.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -116,6 +141,7 @@ def read_costs(path: Path) -> StepCosts:
         document |= _curve(document)
         if document.get("most") is not None:
             document["most"] = Curve(**{**document["most"], **_curve(document["most"])})
+        document["front"] = FrontCosts(**document.get("front", {}))
         told = tuple(map(Configuration.of, document.get("configurations", ())))
         return StepCosts(**{**document, "configurations": told or (ONE,)})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -249,22 +275,28 @@ def split_cost(batch: "Batch", rows: int, alike: float) -> float:
 
 
 def step_seconds(batch: "Batch", configurations: Sequence[str | None], prompt: int, token: int) -> float:
-    """Seconds of a step of rows of these configurations, text and all."""
-    from lapcli.runtime import GenerationSettings
+    """Seconds of a step of rows of these configurations, with making text and telling it."""
+    from lapcli.serving.loop import EngineLoop
+    from lapcli.serving.protocol import encode
 
     # By the graph that is theirs, which steps often have later, and not by one for any rows.
     steps, seldom = batch.engine.steps, batch.engine.steps.seldom
     steps.seldom = False
-    for name in configurations:
-        batch.add([token] * prompt, GenerationSettings(max_new_tokens=_STEPS + 8 + len(configurations)), name)
+    # What it says goes nowhere, but has to be made.
+    said: list[int] = []
+    loop = EngineLoop(batch, lambda wait: [], lambda message: said.append(len(encode(message))))
+    settings = {"max_new_tokens": _STEPS + 8 + len(configurations), "eos": [], "stop": []}
+    for number, name in enumerate(configurations):
+        told = {"op": "add", "id": str(number), "prompt": [token] * prompt}
+        loop.obey({**told, "settings": settings, "configuration": name})
     while batch.waiting:
-        batch.advance()
-    batch.advance()
+        loop.tell(batch.advance())
+    loop.tell(batch.advance())
     found: list[float] = []
     # Rows end where there is no room for more tokens.
     for _ in range(max(1, min(_STEPS, batch.engine.max_length - prompt - len(configurations) - 8))):
         begun = time.perf_counter()
-        batch.advance()
+        loop.tell(batch.advance())
         found.append(time.perf_counter() - begun)
     batch.close()
     steps.seldom = seldom

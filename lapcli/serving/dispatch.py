@@ -42,6 +42,7 @@ _OF_THE_ENGINE = (
     ("split_seconds", "split_seconds", "Of these, what it cost that layers ran in parts, by a layer's measured cost."),
 )
 """What of the engine's statistics is a gauge: its name there, and here. Where the engine says nothing it is 0."""
+TOLD = tuple(name for name, _, _ in _OF_THE_ENGINE)
 
 
 class Dispatcher:

@@ -91,11 +91,12 @@ class EngineLoop:
                 if message is None or message["op"] == "stop":
                     self.batch.close()
                     return
-                self._obey(message)
+                self.obey(message)
             if self.batch.unfinished:
-                self._tell(self._step())
+                self.tell(self._step())
 
-    def _obey(self, message: Message) -> None:
+    def obey(self, message: Message) -> None:
+        """Do what the front says."""
         request = message["id"]
         if message["op"] == "cancel":
             row = self._rows.get(request)
@@ -218,7 +219,7 @@ class EngineLoop:
             if batch.piece >= (self._piece or self._together):
                 batch.piece, batch.together = self._piece, self._together
 
-    def _tell(self, events: list[Event]) -> None:
+    def tell(self, events: list[Event]) -> None:
         """Say what came, and now and then that there is life."""
         now = time.monotonic()
         if not events and not self._switched and now - self._said < _SIGN_OF_LIFE:

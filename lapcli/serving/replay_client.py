@@ -31,7 +31,12 @@ class Client:
         self.headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.timeout = timeout
 
-    def _session(self) -> Any:
+    def session(self) -> Any:
+        """To send requests with.
+
+        Raises:
+            ModelError: the package for that is missing.
+        """
         try:
             import aiohttp
         except ImportError as error:
@@ -50,7 +55,7 @@ class Client:
         """
         import aiohttp
 
-        async with self._session() as session:
+        async with self.session() as session:
             try:
                 async with session.get(f"{self.base}/v1/models") as reply:
                     document = await reply.json() if reply.status == 200 else None
@@ -66,7 +71,7 @@ class Client:
         import aiohttp
 
         found: dict[str, float] = {}
-        async with self._session() as session:
+        async with self.session() as session:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with session.get(f"{self.base}/metrics") as reply:
                     for line in (await reply.text()).splitlines() if reply.status == 200 else ():
@@ -92,7 +97,7 @@ class Client:
             advance: told each outcome as it comes.
         """
         outcomes: list[Outcome] = []
-        async with self._session() as session, asyncio.TaskGroup() as group:
+        async with self.session() as session, asyncio.TaskGroup() as group:
             begun = time.monotonic()
             for number, turn in enumerate(turns):
                 # Made before it is due: a long prompt takes a while.

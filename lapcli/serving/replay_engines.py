@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from lapcli.errors import LapcliError, ModelError, UsageError
 from lapcli.families.packed import longest_sequence
 from lapcli.families.source import ModelSource, resolve_model
 from lapcli.reporting import Reporter
+from lapcli.serving.assembling import refuse_without_the_extra
 from lapcli.serving.costs import StepCosts, measure_costs, read_costs
 from lapcli.serving.modes import Mode, Wish, find_conversion, holds_conversion, read_conversion
 from lapcli.serving.policy import Configuration
@@ -113,12 +115,18 @@ class Engines(NamedTuple):
             raise UsageError(f"there is no {file}", "pass --model MODEL too, to measure its step costs here")
         if not file.parent.is_dir():
             raise UsageError(f"--simulate {file}: there is no folder {file.parent}")
+        # Its HTTP server is measured as well.
+        refuse_without_the_extra()
+        from lapcli.serving.front_costs import measure_front
+
         settings, base_bytes, known = self._settings()
         with reporter.task(f"measuring the steps of {self.model}"):
             batch, _ = prepare(settings)
             costs = measure_costs(
                 batch, model=self.model, window=settings.max_length, base_bytes=base_bytes, known=known
             )
+        with reporter.task("measuring what lies around an engine"):
+            costs = replace(costs, front=measure_front(settings.model, settings.max_length))
         costs.write(file)
         reporter.notice(f"step costs are in {file}")
         return costs
@@ -177,6 +185,25 @@ def started(model: str, options: Sequence[str], log: Path | None = None) -> Gene
         LapcliError: it ended before it was.
     """
     command = [sys.executable, "-m", "lapcli", "serve", model, "--port", "0", "--json", *options]
+    with ready_server(command, f"lapcli serve {model}", log) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def ready_server(command: Sequence[str], what: str, log: Path | None = None) -> Generator[str]:
+    """Run a server that says its URL on stdout, as `lapcli serve --json` does, while the block lasts.
+
+    Args:
+        command: that starts it.
+        what: it is, for what is said when it ends.
+        log: where its log lines go; they are dropped without.
+
+    Yields:
+        Its URL, once it is ready.
+
+    Raises:
+        LapcliError: it ended before it was.
+    """
     with tempfile.TemporaryFile() if log is None else log.open("w+b") as file, _server(command, file) as process:
         assert process.stdout is not None
         said = b""
@@ -185,7 +212,7 @@ def started(model: str, options: Sequence[str], log: Path | None = None) -> Gene
             if not line:
                 code = process.wait()
                 file.seek(0)
-                raise _failed(model, code, file.read().decode(errors="replace"))
+                raise _failed(what, code, file.read().decode(errors="replace"))
             said += line
         yield json.loads(said)["url"]
 
@@ -221,8 +248,8 @@ def _server(command: Sequence[str], log: Any) -> Generator["subprocess.Popen[byt
             process.stdout.close()
 
 
-def _failed(model: str, code: int, said: str) -> LapcliError:
+def _failed(what: str, code: int, said: str) -> LapcliError:
     """What a server that did not begin died of, in its own words."""
     lines = [line for line in said.splitlines() if line.strip() and not line.startswith("{")][-_LAST_LINES:]
     kind = UsageError if code == 2 else ModelError
-    return kind(f"lapcli serve {model} ended with exit code {code}:\n" + "\n".join(lines))
+    return kind(f"{what} ended with exit code {code}:\n" + "\n".join(lines))

@@ -126,7 +126,7 @@ class SimulatedEngine:
         self.costs, self.limit, self.total_bytes = costs, waiting, total_bytes
         self.policy = policy or OneConfiguration(self.configurations[0].name)
         self.counted = counted or Counted()
-        self.now = 0.0
+        self.now = self._front = 0.0
         self._names = {each.name: each for each in self.configurations}
         self._most = max(each.converted for each in costs.configurations) or 1
         self._queue: deque[Outcome] = deque()
@@ -147,17 +147,25 @@ class SimulatedEngine:
         """Whether it has nothing to do."""
         return not (self._queue or self._waiting or self._active or self._filling)
 
+    def arrive(self, outcome: Outcome, now: float) -> float:
+        """Let a request come to the front; when that is done with it."""
+        outcome.sent = now
+        self._load += outcome.prompt + outcome.wanted
+        front = self.costs.front
+        self._front = max(self._front, now) + front.request + front.prompt_token * outcome.prompt
+        return self._front
+
     def add(self, outcome: Outcome, now: float) -> None:
-        """Let a request come."""
+        """Let a request that arrived wait for the engine."""
         room = 0 if self._queue else max(0, self._rows() - len(self._inside()))
         if len(self._queue) >= self.limit + room:
             outcome.status, outcome.error, outcome.end = 429, "too many wait", now
+            self._load -= outcome.prompt + outcome.wanted
             return
-        outcome.status, outcome.sent = 200, now
+        outcome.status = 200
         if self.idle:
             self.now = max(self.now, now)
         self._queue.append(outcome)
-        self._load += outcome.prompt + outcome.wanted
         self._pump()
 
     def advance(self) -> None:
@@ -174,11 +182,10 @@ class SimulatedEngine:
             for row in stepping:
                 row.seen += 1
         if self.costs.device == "cpu":
-            said = self.now
-        for row in joined:
-            self._say(row, said)
-        for row in stepping:
-            self._say(row, self.now)
+            self._say([*joined, *stepping], self.now)
+        else:
+            self._say(joined, said)
+            self._say(stepping, self.now)
         self._pump()
         self._review()
 
@@ -283,12 +290,20 @@ class SimulatedEngine:
         self._active += rows
         return rows
 
-    def _say(self, row: _Row, now: float) -> None:
-        self._load -= 1
-        if row.last:
-            self._active.remove(row)
-        row.token(now)
-        self.counted.tokens_as[row.runs_as.name] += 1
+    def _say(self, rows: Sequence[_Row], now: float) -> None:
+        """Say a token of each row, two of one that is there twice, and let the front tell the clients."""
+        front, begun = self.costs.front, max(self._front, now)
+        places: dict[_Row, int] = {}
+        for row in rows:
+            self._load -= 1
+            if row.last:
+                self._active.remove(row)
+            # What comes at one time comes in one piece.
+            place = places.setdefault(row, len(places))
+            row.token(begun + front.message + front.token * place)
+            self.counted.tokens_as[row.runs_as.name] += 1
+        if rows:
+            self._front = begun + front.token * len(places)
 
     def _inside(self) -> list[_Row]:
         filling = [] if self._filling is None else [self._filling]
@@ -389,11 +404,19 @@ def simulate(
     counted = counted or Counted()
     engines = [SimulatedEngine(costs, waiting, policy, total_bytes, counted, configurations) for _ in range(replicas)]
     busy: list[tuple[float, int]] = []
+    coming: list[tuple[float, int, int]] = []
     outcomes: list[Outcome] = []
 
     def work(until: float) -> None:
-        """Let all engines work that would begin a step before then."""
-        while busy and busy[0][0] < until:
+        """Let fronts hand on what they are done with before then, and engines do the steps that they would begin."""
+        while min(coming[0][0] if coming else math.inf, busy[0][0] if busy else math.inf) < until:
+            if coming and (not busy or coming[0][0] <= busy[0][0]):
+                now, request, number = heapq.heappop(coming)
+                was_idle = engines[number].idle
+                engines[number].add(outcomes[request], now)
+                if was_idle and not engines[number].idle:
+                    heapq.heappush(busy, (engines[number].now, number))
+                continue
             _, number = heapq.heappop(busy)
             engines[number].advance()
             if not engines[number].idle:
@@ -404,10 +427,7 @@ def simulate(
         outcome = Outcome(number, turn.seconds, turn.prompt, turn.answer)
         outcomes.append(outcome)
         chosen = min(range(replicas), key=lambda each: engines[each].load)
-        was_idle = engines[chosen].idle
-        engines[chosen].add(outcome, turn.seconds)
-        if was_idle and not engines[chosen].idle:
-            heapq.heappush(busy, (engines[chosen].now, chosen))
+        heapq.heappush(coming, (engines[chosen].arrive(outcome, turn.seconds), number, chosen))
     work(float("inf"))
     return outcomes
 

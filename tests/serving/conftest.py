@@ -37,13 +37,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def scripted(folder, monkeypatch):
-    """Starts servers on the engine without a model; `rows`, `pace` (seconds a token) and `memory` (bytes) are its."""
+    """Starts servers on the engine without a model; `rows`, `pace` (seconds a token), `memory` (bytes) are its."""
 
-    def start(rows=2, pace=0.005, memory=0, **arguments):
+    def start(rows=2, pace=0.005, memory=0, steady=False, **arguments):
         monkeypatch.setattr("lapcli.serving.supervisor._PAUSE", 0.0)
         monkeypatch.setenv("SCRIPTED_ROWS", str(rows))
         monkeypatch.setenv("SCRIPTED_PACE", str(pace))
         monkeypatch.setenv("SCRIPTED_MEMORY", str(memory))
+        monkeypatch.setenv("SCRIPTED_STEADY", "1" if steady else "")
         return local_server(folder, command=SCRIPTED, **{"max_length": 100, **arguments})
 
     return start

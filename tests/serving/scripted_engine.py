@@ -3,6 +3,9 @@
 The answer to a prompt is its last token, again and again, one each `pace` seconds. Tokens from 200 on are orders
 where a 3 is before them. With `SCRIPTED_MEMORY` bytes for rows there are configurations of four layers: an attention
 layer takes a byte a token, a converted one 10 for a row; rows are handed over at once.
+
+With `SCRIPTED_STEADY` its steps are those of a GPU's batch: they begin when the last one ends, whatever comes between,
+and who finds a row has its first token as a step begins, the next one as it ends.
 """
 
 import json
@@ -17,6 +20,7 @@ DIE_AT_ONCE, DIE_LATER, HANG, FAIL, NONSENSE, LONG = 200, 201, 202, 203, 204, 20
 ROWS = int(os.environ.get("SCRIPTED_ROWS", "2"))
 PACE = float(os.environ.get("SCRIPTED_PACE", "0.005"))
 MEMORY = int(os.environ.get("SCRIPTED_MEMORY", "0"))
+STEADY = bool(os.environ.get("SCRIPTED_STEADY"))
 
 
 def row_bytes(converted, tokens):
@@ -38,12 +42,14 @@ def main():
     connection = socket.socket(fileno=int(sys.argv[1]))
     buffer, rows, stats = b"", {}, {"active": 0, "waiting": 0, "rows": ROWS, "steps": 0, "shrunk": 0, "memory": 1}
     runs_as, switched = {}, []
+    due, begun = 0.0, set()
 
     def say(message):
         connection.sendall(json.dumps(message).encode() + b"\n")
 
     while True:
-        if select.select([connection], [], [], PACE if rows else None)[0]:
+        wait = max(0.0, due - time.monotonic()) if STEADY else PACE
+        if select.select([connection], [], [], wait if rows else None)[0]:
             data = connection.recv(1 << 20)
             if not data:
                 return
@@ -82,7 +88,16 @@ def main():
                     rows[message["id"]] = [token, 0, message["settings"]["max_new_tokens"], len(message["prompt"])]
                     runs_as[message["id"]] = message["configuration"]
         events = []
-        for name, row in list(rows.items())[:ROWS]:
+        if STEADY and time.monotonic() < due:
+            continue
+        if STEADY and rows:
+            # What comes late once is not late for ever.
+            due = due + PACE if due + PACE > time.monotonic() else time.monotonic() + PACE
+        turn = [name for name in rows if name in begun] if STEADY else list(rows)[:ROWS]
+        while turn or (STEADY and (turn := [name for name in list(rows)[:ROWS] if name not in begun])):
+            name = turn.pop(0)
+            row = rows[name]
+            begun.add(name)
             token, count, most, _ = row
             if token == DIE_AT_ONCE or (token == DIE_LATER and count == 3):
                 if events:
@@ -102,6 +117,8 @@ def main():
             events.append([name, [token], shown, "length" if done else None, []])
             if done:
                 del rows[name]
+        if not rows:
+            due = 0.0
         stats["steps"] += 1
         stats["active"] = len(rows)
         if MEMORY:
