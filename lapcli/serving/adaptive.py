@@ -4,7 +4,7 @@ Source: arXiv 2506.09316, Sec. 4.3 and table 4, which leave open when a running 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lapcli.errors import UsageError
@@ -34,7 +34,9 @@ class Adaptive:
 
     Pressure is 0 while rows take less than `high` of the memory, and 1 when they take all of it. As it grows, first the
     longest class of requests is converted further, up to all that the quality limit allows, then the next: class k of K
-    begins at pressure 1 - (k+1)/K. A running request is handed over by replaying its tokens, and only where that pays:
+    begins at pressure 1 - (k+1)/K. A running request is handed over by replaying its tokens, to what the pressure asks
+    for that there will be as it ends if those that run go on and nobody else comes, so that it is handed over once; and
+    only where that pays:
     memory that rows are short of is worth what the whole engine does in the time, so that freeing a share s of it
     for t seconds gains s t seconds, and the replay must take fewer. Back it goes once nobody waits and memory stays
     under `low` with it; that frees nothing, so the replay may take `patience` of what the rest of its answer takes.
@@ -121,41 +123,58 @@ class Adaptive:
         cut = found.converted < most_within([*load.configurations, *self.refused], share).converted
         return found, BY_QUALITY if cut else BY_LENGTH
 
+    @staticmethod
+    def _growth(rows: Sequence[RunningFacts], runs_as: Mapping[str, Configuration], tokens: int) -> int:
+        """Bytes that rows take more once each has so many more tokens, or all that it may have."""
+        return sum(runs_as[row.name].token_bytes * min(row.left, tokens) for row in rows)
+
     def _raise(self, rows: Sequence[RunningFacts], load: Load, replaying: bool) -> list[Switch]:
         """Convert more of rows, given by falling length, until memory is not short."""
-        by_name = {each.name: each for each in load.configurations}
+        runs_as = _running_as(rows, load)
         switches: list[Switch] = []
         for row in rows:
-            pressure = self.pressure(load)
-            if pressure == 0:
+            if self.pressure(load) == 0:
                 break
-            is_now, (wanted, _) = by_name[row.configuration], self._at(row.tokens, pressure, load)
+            # What is done by the little there is too much now would soon be done again.
+            pressure = self.pressure(load, self._growth(rows, runs_as, row.left))
+            is_now, (wanted, _) = runs_as[row.name], self._at(row.tokens, pressure, load)
             frees = is_now.row_bytes(row.tokens) - wanted.row_bytes(row.tokens)
             cost = 0.0 if row.waits else row.tokens * load.prefill_seconds
             gain = frees / load.total_bytes * row.left * load.step_seconds
             pays = row.waits or (gain > cost and not replaying)
             if wanted.converted > is_now.converted and frees > 0 and pays:
                 switches.append(Switch(row.name, wanted.name, BY_PRESSURE, cost, frees))
+                runs_as[row.name] = wanted
                 load = load._replace(free_bytes=load.free_bytes + frees)
                 replaying = replaying or not row.waits
         return switches
 
     def _lower(self, rows: Sequence[RunningFacts], load: Load, replaying: bool) -> list[Switch]:
         """Convert less of rows, given by rising length, as far as memory stays free."""
-        by_name = {each.name: each for each in load.configurations}
+        runs_as = _running_as(rows, load)
         switches: list[Switch] = []
         for row in rows:
-            is_now, (wanted, _) = by_name[row.configuration], self._at(row.tokens, 0.0, load)
+            is_now, (wanted, _) = runs_as[row.name], self._at(row.tokens, 0.0, load)
             # With what it is to become by its end, lest it goes to and fro.
             more = wanted.row_bytes(row.tokens + row.left) - is_now.row_bytes(row.tokens)
             cost = 0.0 if row.waits else row.tokens * load.prefill_seconds
             pays = row.waits or (cost <= self.patience * row.left * load.step_seconds and not replaying)
-            if wanted.converted < is_now.converted and load.used + more / load.total_bytes <= self.low and pays:
-                frees = is_now.row_bytes(row.tokens) - wanted.row_bytes(row.tokens)
+            if wanted.converted >= is_now.converted or load.used + more / load.total_bytes > self.low or not pays:
+                continue
+            becomes = {**runs_as, row.name: wanted}
+            frees = is_now.row_bytes(row.tokens) - wanted.row_bytes(row.tokens)
+            if self.pressure(load, self._growth(rows, becomes, row.left) - frees) == 0:
                 switches.append(Switch(row.name, wanted.name, RELIEVED, cost, frees))
+                runs_as = becomes
                 load = load._replace(free_bytes=load.free_bytes - more)
                 replaying = replaying or not row.waits
         return switches
+
+
+def _running_as(rows: Sequence[RunningFacts], load: Load) -> dict[str, Configuration]:
+    """What rows run as, by their names."""
+    by_name = {each.name: each for each in load.configurations}
+    return {row.name: by_name[row.configuration] for row in rows}
 
 
 def most_within(configurations: Sequence[Configuration], share: float) -> Configuration:

@@ -1,7 +1,9 @@
 """What clients get, in OpenAI's forms: completions and chats, whole and in pieces, and errors."""
 
+import codecs
 import json
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -50,8 +52,8 @@ class Form(Protocol):
         """The first piece of a stream, before anything came; `None` for none."""
         ...
 
-    def piece(self, index: int, answer: Answer, before: int) -> dict[str, Any]:
-        """What is new of an answer: `before` is how many characters of its text came before."""
+    def piece(self, index: int, answer: Answer) -> dict[str, Any]:
+        """What is new of an answer; pieces come in their order."""
         ...
 
     def usage(self, prompt_tokens: int, tokens: int) -> dict[str, Any]:
@@ -80,14 +82,31 @@ class _Base:
         return {**self.document(self.kind, []), "usage": counts(prompt_tokens, tokens)}
 
 
+class _Offsets:
+    """Where the tokens of a text begin, in characters, as they come: of one within a character, where that begins."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def push(self, raw: bytes) -> int:
+        """Take in a token's bytes."""
+        begin = self._characters
+        self._characters += len(self._decoder.decode(raw))
+        return begin
+
+
+@dataclass
 class CompletionForm(_Base):
     """Of `/v1/completions`."""
+
+    _offsets: defaultdict[int, _Offsets] = field(default_factory=lambda: defaultdict(_Offsets), init=False)
 
     kind = "text_completion"
 
     def whole(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
         """All answers of a request."""
-        choices = [self._choice(index, answer, 0) for index, answer in enumerate(answers)]
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         tokens = sum(answer.tokens for answer in answers)
         return {**self.document(self.kind, choices), "usage": counts(prompt_tokens, tokens)}
 
@@ -95,32 +114,28 @@ class CompletionForm(_Base):
         """None: a completion begins with its first text."""
         return None
 
-    def piece(self, index: int, answer: Answer, before: int) -> dict[str, Any]:
+    def piece(self, index: int, answer: Answer) -> dict[str, Any]:
         """What is new of an answer."""
-        return self.document(self.kind, [self._choice(index, answer, before)])
+        return self.document(self.kind, [self._choice(index, answer)])
 
-    def _choice(self, index: int, answer: Answer, before: int) -> dict[str, Any]:
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         return {
             "index": index,
             "text": answer.text,
-            "logprobs": self._scores(answer.scores, before) if self.scored else None,
+            "logprobs": self._scores(index, answer.scores) if self.scored else None,
             "finish_reason": None if answer.reason is None else _FINISH[answer.reason],
         }
 
-    def _scores(self, scores: Sequence[Any], offset: int) -> dict[str, Any]:
-        tokens = [self.texts.token(token)[0] for token, _, _ in scores]
-        offsets: list[int] = []
-        for text in tokens:
-            offsets.append(offset)
-            offset += len(text)
+    def _scores(self, index: int, scores: Sequence[Any]) -> dict[str, Any]:
+        tokens = [self.texts.token(token) for token, _, _ in scores]
         return {
-            "tokens": tokens,
+            "tokens": [text for text, _ in tokens],
             "token_logprobs": [_finite(value) for _, value, _ in scores],
             "top_logprobs": [
                 {self.texts.token(other)[0]: _finite(value) for other, value in top} if top else None
                 for _, _, top in scores
             ],
-            "text_offset": offsets,
+            "text_offset": [self._offsets[index].push(raw) for _, raw in tokens],
         }
 
 
@@ -147,7 +162,7 @@ class ChatForm(_Base):
         """Whose message it is."""
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)
 
-    def piece(self, index: int, answer: Answer, before: int) -> dict[str, Any]:
+    def piece(self, index: int, answer: Answer) -> dict[str, Any]:
         """What is new of an answer."""
         scores = self._scores(answer.scores) if self.scored else None
         finish = None if answer.reason is None else _FINISH[answer.reason]

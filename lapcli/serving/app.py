@@ -345,7 +345,6 @@ class _Stream(Response):
     async def _events(self) -> AsyncGenerator[bytes]:
         merged: asyncio.Queue[tuple[int, Piece | Failed]] = asyncio.Queue()
         readers = [asyncio.create_task(_read(index, job, merged)) for index, job in enumerate(self.jobs)]
-        shown = [0] * len(self.jobs)
         left = len(self.jobs)
         try:
             for index in range(left):
@@ -361,8 +360,7 @@ class _Stream(Response):
                 answer.add(piece)
                 left -= piece.reason is not None
                 if answer.text or answer.reason or (self.scored and answer.scores):
-                    yield event(self.form.piece(index, answer, shown[index]))
-                shown[index] += len(answer.text)
+                    yield event(self.form.piece(index, answer))
             if self.counts:
                 yield event(self.form.usage(self.prompt_tokens, sum(job.tokens for job in self.jobs)))
             yield b"data: [DONE]\n\n"

@@ -103,8 +103,8 @@ def parse_modes(text: str) -> list[Mode]:
         elif word == ADAPTIVE:
             found.append(Mode(word, None))
         elif kind == STATIC and colon:
-            _fraction(fraction, "--modes static:")
-            found.append(Mode(word, fraction))
+            plain = _plain(fraction, "--modes static:")
+            found.append(Mode(f"{STATIC}:{plain}", plain))
         else:
             hint = "say how much is converted: static:0.5" if kind == STATIC else known
             raise UsageError(f"--modes: {word!r} is none of {known}", hint)
@@ -227,15 +227,22 @@ def _advice(configurations: Sequence[Configuration], most_increase: float) -> st
     return f"pass --fraction {best.share:.4g} at most, or a larger --max-ppl-increase"
 
 
+def _plain(text: str, option: str) -> str:
+    """A fraction as a decimal without what does not count: `0.3` for `30%` and `0.30`."""
+    return f"{_fraction(text, option).normalize():f}"
+
+
 def _fraction(text: str, option: str) -> Decimal:
+    """A share of the layers, as `0.3` or `30%`."""
+    word = text.strip()
     try:
-        share = Decimal(text)
+        share = Decimal(word[:-1]) / 100 if word.endswith("%") else Decimal(word)
         valid = 0 <= share <= 1
     except InvalidOperation:
         share, valid = Decimal(0), False
     if not valid:
-        hint = f"did you mean {share / 100}?" if share.is_finite() and 1 < share <= 100 else None
-        raise UsageError(f"{option} {text}: a share of the layers, 0 to 1", hint)
+        hint = f"did you mean {share / 100}, or {word}%?" if share.is_finite() and 1 < share <= 100 else None
+        raise UsageError(f"{option} {text}: a share of the layers, 0 to 1, or 0% to 100%", hint)
     return share
 
 
@@ -280,8 +287,7 @@ class Wish(NamedTuple):
         for option, value in (("--caps", self.caps), ("--offload", self.offload or None)):
             if value is not None:
                 raise UsageError(f"{option} is for --adapt: here every request runs as the same", f"drop {option}")
-        fraction = self.fraction or "0"
-        _fraction(fraction, "--fraction")
+        fraction = _plain(self.fraction or "0", "--fraction")
         return Mode(NEVER, "0") if fraction == "0" else Mode(f"{STATIC}:{fraction}", fraction)
 
     def refuse(self, model: str) -> None:

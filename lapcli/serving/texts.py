@@ -1,6 +1,7 @@
 """The front's use of a tokenizer: prompts to tokens, chats to prompts, tokens to what log-probabilities show."""
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -120,9 +121,14 @@ class Texts:
         if _BROKEN not in text:
             return text, text.encode()
         piece = self.tokenizer.convert_ids_to_tokens(number)
-        if not isinstance(piece, str) or any(character not in _BYTES for character in piece):
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", piece) if isinstance(piece, str) else None
+        if byte is not None:
+            # As SentencePiece writes one that it has no piece for.
+            raw = bytes.fromhex(byte[1])
+        elif not isinstance(piece, str) or any(character not in _BYTES for character in piece):
             return text, text.encode()
-        raw = bytes(_BYTES[character] for character in piece)
+        else:
+            raw = bytes(_BYTES[character] for character in piece)
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
 
     def close(self) -> None:

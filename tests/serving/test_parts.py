@@ -1,6 +1,7 @@
 """The parts of a server by themselves: the queue, the engine's loop when memory runs out, keys, metrics, limits."""
 
 import asyncio
+import itertools
 import json
 import re
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from lapcli.errors import ModelError, UsageError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
+from lapcli.serving.answers import Answer, CompletionForm
 from lapcli.serving.dispatch import Dispatcher
 from lapcli.serving.jobs import FairQueue, Job
 from lapcli.serving.keys import ApiKeys, read_keys
@@ -366,6 +368,41 @@ def test_tokens_within_characters_have_names_of_their_own():
         ("bytes:\\xac", b"\xac"),
     ]
     assert texts.token(2) == ("</s>", b"</s>")
+    texts.close()
+
+
+@pytest.mark.parametrize("sizes", [(11,), (1,) * 11, (2, 3, 6), (6, 5)], ids=str)
+def test_offsets_are_those_of_the_text(sizes):
+    """Of a whole answer or its pieces, which end anywhere: tokens within a character are where it begins."""
+    text = "a€b\u0301😀c"
+    texts = Texts(byte_tokenizer())
+    tokens = byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    # A character of one, three, one, two and four bytes, and one more, less the last byte.
+    wanted = [number for number, character in enumerate(text) for _ in character.encode()]
+    assert len(tokens) == len(wanted) == 12
+    form = CompletionForm("id", "model", texts, scored=True)
+    found, rest = [], iter(tokens)
+    for size in sizes:
+        scores = [[token, -0.5, []] for token in itertools.islice(rest, size)]
+        choice = form.piece(0, Answer("", size, None, scores))["choices"][0]
+        found += choice["logprobs"]["text_offset"]
+        # Another answer of the same request has its own.
+        other = form.piece(1, Answer("", size, None, scores[:1]))["choices"][0]["logprobs"]["text_offset"]
+        assert len(other) == 1
+    assert found == wanted[:11]
+    texts.close()
+
+
+def test_single_bytes_as_sentencepiece_writes_them():
+    class Pieces:
+        def decode(self, tokens, **_):
+            return "\N{REPLACEMENT CHARACTER}"
+
+        def convert_ids_to_tokens(self, token):
+            return f"<0x{token:02X}>"
+
+    texts = Texts(Pieces())
+    assert texts.token(0xE2) == ("bytes:\\xe2", b"\xe2")
     texts.close()
 
 

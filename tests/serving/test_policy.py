@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -235,7 +236,8 @@ def test_a_wish_comes_to_a_policy(conversion):
     assert [each.name for each in found.policy.refused] == ["3-of-4"]
     assert served(root, max_ppl_increase="200%").settings["configurations"] == [0, 1, 2, 3]
     assert served(root, caps="0:0%,100:50%").policy.caps == (Cap(0, 0.0), Cap(100, 0.5))
-    for wish, number in (({"fraction": "0.75"}, 3), ({"fraction": "0"}, 0), ({"adapt": False}, 0)):
+    told = (({"fraction": "0.75"}, 3), ({"fraction": " 75 %"}, 3), ({"fraction": "0"}, 0), ({"fraction": "0%"}, 0))
+    for wish, number in (*told, ({"adapt": False}, 0)):
         found = served(root, **wish)
         assert found.settings["configurations"] == [number]
         assert found.policy.choose(RequestFacts(9000, 1), load(1.0)).configuration == f"{number}-of-4"
@@ -249,7 +251,9 @@ def test_a_wish_comes_to_a_policy(conversion):
         ({"fraction": "1"}, "1 of 4 layers are 4, and 3 are converted", "--fraction 1 --output"),
         ({"fraction": "0.5", "caps": "0:1%"}, "--caps is for --adapt", "drop --caps"),
         ({"fraction": "0.5", "offload": True}, "--offload is for --adapt", "drop --offload"),
-        ({"fraction": "50"}, "--fraction 50", "did you mean 0.5"),
+        ({"fraction": "50"}, "--fraction 50", "did you mean 0.5, or 50%?"),
+        ({"fraction": "-5%"}, "--fraction -5%", ""),
+        ({"fraction": "nan%"}, "--fraction nan%", ""),
         ({"fraction": "half"}, "--fraction half", ""),
         ({"fraction": "0.75", "max_ppl_increase": "50%"}, "100.0% above", "--fraction 0.5 at most"),
         ({"max_ppl_increase": "4%"}, "1-of-4, the best, has a perplexity 5.0% above", "--max-ppl-increase 5% or more"),
@@ -300,13 +304,15 @@ def test_what_is_no_conversion_cannot_adapt(conversion, tmp_path):
 
 
 def test_modes():
-    found = parse_modes("never, static:0.50,adaptive")
-    assert [mode.options for mode in found] == [["--fraction", "0"], ["--fraction", "0.50"], ["--adapt"]]
+    found = parse_modes("never, static:50%,adaptive")
+    assert [mode.options for mode in found] == [["--fraction", "0"], ["--fraction", "0.5"], ["--adapt"]]
     for text, words in (
         ("never,always", "'always' is none of"),
         ("static", "'static' is none of"),
         ("static:2", "0 to 1"),
         ("never,never", "twice"),
+        ("static:50%,static:0.50", "static:0.5 stands there twice"),
+        ("static:150%", "0% to 100%"),
         ("", "'' is none of"),
     ):
         with pytest.raises(UsageError, match=words):
@@ -324,3 +330,31 @@ def test_shares_are_read_as_they_are_typed():
 def test_a_configuration_is_the_same_on_both_sides():
     first = configurations()[3]
     assert Configuration.of(json.loads(json.dumps(first.document()))) == first
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_under_pressure_that_lasts_each_is_handed_over_once(seed):
+    """Answers that grow on and on, in memory for a part of them; nobody comes, so that what will be can be known."""
+    draw, found, total = random.Random(seed), configurations(), 6 * 10**6
+    by_name, policy = {each.name: each for each in found}, Adaptive()
+    rows = rows_of(*((1, draw.randint(900, 1400), draw.randint(2000, 4000)) for _ in range(6)))
+    switched, used = {row.name: [] for row in rows}, []
+    while rows:
+        taken = sum(by_name[row.configuration].row_bytes(row.tokens) for row in rows)
+        used.append(taken / total)
+        now = Load(len(rows), 1, 64, total, total - taken, 1e-5, 0.01, found)
+        told = {switch.name: switch for switch in policy.review(rows, now)}
+        for switch in told.values():
+            switched[switch.name].append(converted(switch.configuration))
+        rows = [
+            row._replace(
+                configuration=told[row.name].configuration if row.name in told else row.configuration,
+                tokens=row.tokens + 10,
+                left=row.left - 10,
+            )
+            for row in rows
+            if row.left > 10
+        ]
+    assert any(switched.values())
+    assert max(used) < 1
+    assert max(map(len, switched.values())) == 1

@@ -89,7 +89,7 @@ def test_pressure_is_met_and_passes():
     turns = [turn(0, 300, 300), *(turn(n, 200, 20, 1.0) for n in range(1, 7))]
     costs = replace(COSTS, prompts=((1, 0.001), (100, 0.001)), context_prompt=0.0)
     counted = Counted()
-    outcomes = simulate(turns, costs, policy=policy, total_bytes=50_000, counted=counted)
+    outcomes = simulate(turns, costs, policy=policy, total_bytes=44_000, counted=counted)
     assert all(each.done for each in outcomes)
     assert counted.switches["memory is short"] >= 1
     assert counted.switches["memory is free"] >= 1
@@ -97,12 +97,12 @@ def test_pressure_is_met_and_passes():
     assert counted.switch_seconds > 0
     assert set(counted.tokens_as) > {"0-of-4"}
     never = Counted()
-    unconverted = simulate(turns, costs, total_bytes=50_000, counted=never)
+    unconverted = simulate(turns, costs, total_bytes=44_000, counted=never)
     assert never.switches == {}
     assert sum(each.end for each in outcomes) < sum(each.end for each in unconverted)
     # The limit holds whatever the pressure.
     counted = Counted()
-    simulate(turns, costs, policy=Adaptive((Cap(0, 0.0),), 0.01), total_bytes=50_000, counted=counted)
+    simulate(turns, costs, policy=Adaptive((Cap(0, 0.0),), 0.01), total_bytes=44_000, counted=counted)
     assert set(counted.tokens_as) <= {"0-of-4", "1-of-4"}
 
 
