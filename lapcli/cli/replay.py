@@ -153,6 +153,8 @@ def run(
         would = {**head, "requests": len(said), "seconds": last, "writes": str(output or "nothing")}
         if chosen is not None:
             would["modes"] = [mode.name for mode in chosen]
+        if simulate is not None:
+            would |= _would_simulate(engine, simulate, chosen, wish)
         display.would_do(would, as_json)
         return
     if simulate is not None:
@@ -168,6 +170,23 @@ def run(
         display.emit(document)
     elif not quiet:
         _show(head, {name: found for name, (found, _) in results.items()}, document.get("compared"))
+
+
+def _would_simulate(engine: "Engines", file: Path, modes: "list[Mode] | None", wish: "Wish") -> dict[str, Any]:
+    """By which costs, and on engines of which room; what would be refused is refused."""
+    from dataclasses import replace
+
+    from lapcli.serving.replay_modes import plan_mode
+
+    costs = engine.known_costs(file)
+    if costs is None:
+        return {"costs": f"measured of {engine.model} and written to {file}"}
+    costs = replace(costs, window=min(costs.window, engine.max_length or costs.window))
+    rooms = {}
+    for mode in modes or [None]:
+        _, _, rows, total = plan_mode(mode, costs, wish, engine.memory, engine.max_rows)
+        rooms["simulated" if mode is None else mode.name] = {"rows": rows, "bytes": total or "any number"}
+    return {"costs": f"{file}, of {costs.model}", "engines": rooms}
 
 
 def _lengths(turns: "list[Turn]") -> dict[str, Any]:

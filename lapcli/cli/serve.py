@@ -92,7 +92,9 @@ def run(
     ] = None,
     fraction: Annotated[
         str | None,
-        typer.Option(help="Of the layers that are converted, for every request; 0: none.", rich_help_panel=_CONVERTED),
+        typer.Option(
+            help="Of the layers that are converted, for every request: 0.3 or 30%; 0: none.", rich_help_panel=_CONVERTED
+        ),
     ] = None,
     max_ppl_increase: Annotated[
         str | None,
@@ -244,15 +246,20 @@ def _serve(running: "Running", what: str, *, as_json: bool, quiet: bool) -> None
 def _dry(source: "ModelSource", settings: "EngineSettings") -> dict[str, Any]:
     from lapcli.families.loading import skeleton
     from lapcli.runtime.plans import why_no_plan
+    from lapcli.serving.worker import planned
 
+    room = planned(settings)
     why = why_no_plan(skeleton(source))
     return {
         "model": source.name,
         "device": settings.device,
         "dtype": settings.dtype,
         "weights_on_disk": sum(shard.stat().st_size for shard in source.shards),
+        "memory": settings.memory or "what there is",
+        "weights": room["weights"],
         "tokens_of_a_request": settings.max_length,
-        "rows_together": settings.max_rows or "what memory holds",
+        "such_a_request": room["longest_request"],
+        "rows_together": room["rows"],
         "steps": "fused" if why is None else f"the library's forward pass, row by row ({why})",
         "writes": "nothing",
     }

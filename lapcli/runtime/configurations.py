@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from lapcli.runtime.llama_models import input_projections, output_projection
 from lapcli.runtime.offload import Offload
 from lapcli.runtime.pages import AttentionPool
 from lapcli.runtime.pools import RecurrentPool
+
+if TYPE_CHECKING:
+    from lapcli.families.loading import Weights
 
 ONLY = "base"
 """Name of the configuration of a model that has one."""
@@ -123,6 +126,7 @@ def load_convertible(
     kernel: str = "auto",
     configurations: Iterable[int] | None = None,
     offload: bool = False,
+    weights: "Weights" = "on device",
 ) -> Convertible:
     """Load the directory of a conversion, `lapcli convert --to dsla --output DIR`.
 
@@ -133,6 +137,7 @@ def load_convertible(
         kernel: of `lapkernels.dual_state`, for prompts.
         configurations: converted layers of each that is wanted; `None` for all, from none to all that were converted.
         offload: whether projections of attention layers that can be states lie in memory beside the device.
+        weights: `nowhere` for tensors without contents, as `load_model` makes them; nothing can be offloaded then.
 
     Raises:
         ArtifactError: so many layers were not converted, or the model beside them has changed since.
@@ -154,7 +159,7 @@ def load_convertible(
             f"the layers of {root} attend to a window with sinks, a control: there is no mixing them with attention",
             "export one configuration (lapcli convert --export), or convert to states",
         )
-    model: Any = load_model(base, device=device, dtype=dtype)
+    model: Any = load_model(base, device=device, dtype=dtype, weights=weights)
     order = [artifact.lineage.settings["layer"] for artifact in found]
     ranks = {layer: rank for rank, layer in enumerate(order[: numbers[-1]])}
     bringer = Offload(model.device) if offload else None
@@ -167,12 +172,13 @@ def load_convertible(
         block.self_attn = copy.deepcopy(library, {id(library.config): library.config})
         convert_layers(model, settings, [layer])
         states[layer] = block.self_attn
-        states[layer].load_state_dict(_tensors(found[rank], base))
+        if weights != "nowhere":
+            states[layer].load_state_dict(_tensors(found[rank], base))
         if rank >= numbers[0]:
             attention[layer] = library
             if bringer is not None:
                 bringer.keep(layer, rank, input_projections(library), output_projection(library))
-    set_kernel(model, kernel, model.device)
+    set_kernel(model, kernel, torch.device(device))
     quality = {number: _quality(found, number) for number in numbers}
     return Convertible(model, order, numbers, attention, states, quality, bringer)
 

@@ -91,6 +91,9 @@ class _Offsets:
 
     def push(self, raw: bytes) -> int:
         """Take in a token's bytes."""
+        if self._decoder.getstate()[0] and raw[:1] and not 0x80 <= raw[0] < 0xC0:
+            # A character that never came to its end.
+            self._characters += len(self._decoder.decode(b"", True))
         begin = self._characters
         self._characters += len(self._decoder.decode(raw))
         return begin

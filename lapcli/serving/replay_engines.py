@@ -104,8 +104,14 @@ class Engines(NamedTuple):
             found += ["--offload"] if wish.offload else []
         return found
 
-    def costs(self, file: Path, reporter: Reporter) -> StepCosts:
-        """The step costs of a file, measured first where there is none."""
+    def known_costs(self, file: Path) -> StepCosts | None:
+        """Those of a file; `None` where there is none, and they can be measured.
+
+        Raises:
+            DataError: it holds something else.
+            ModelError: there is no such model, or what measuring needs is missing.
+            UsageError: they are another model's; or there is no file, and nothing to measure.
+        """
         if file.exists():
             costs = read_costs(file)
             if self.model is not None and self.model != costs.model:
@@ -117,8 +123,18 @@ class Engines(NamedTuple):
             raise UsageError(f"--simulate {file}: there is no folder {file.parent}")
         # Its HTTP server is measured as well.
         refuse_without_the_extra()
+        # Says what is wrong with the model, or the machine.
+        self._settings()
+        return None
+
+    def costs(self, file: Path, reporter: Reporter) -> StepCosts:
+        """The step costs of a file, measured first where there is none."""
+        found = self.known_costs(file)
+        if found is not None:
+            return found
         from lapcli.serving.front_costs import measure_front
 
+        assert self.model is not None
         settings, base_bytes, known = self._settings()
         with reporter.task(f"measuring the steps of {self.model}"):
             batch, _ = prepare(settings)

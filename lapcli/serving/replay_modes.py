@@ -9,7 +9,7 @@ from lapcli.errors import UsageError
 from lapcli.serving.adaptive import PAPER_CAPS
 from lapcli.serving.costs import StepCosts
 from lapcli.serving.modes import Mode, Wish, parse_caps, parse_share, policy_of
-from lapcli.serving.policy import Configuration
+from lapcli.serving.policy import Configuration, Policy
 from lapcli.serving.replay_results import Outcome, adapting_figures, summary
 from lapcli.serving.replay_trace import Fitted
 from lapcli.serving.settings import EngineSettings
@@ -70,6 +70,32 @@ def _label(line: str, label: str) -> str | None:
     return None if found is None else found[1]
 
 
+def plan_mode(
+    mode: Mode | None, costs: StepCosts, wish: Wish, memory: int | None = None, max_rows: int | None = None
+) -> tuple[Policy | None, list[Configuration], int, int]:
+    """What engines of a mode have: a policy, configurations, rows, and bytes of pages; 0 for any number.
+
+    Arguments and errors are those of `simulate_mode`.
+    """
+    policy, allowed = None, list(costs.configurations)
+    if mode is not None:
+        if len(allowed) < 2:
+            raise UsageError(
+                f"the step costs are of {costs.model}, which comes in one configuration",
+                "measure those of a conversion: --simulate FILE --model DIR",
+            )
+        policy, allowed = policy_of(
+            mode,
+            allowed,
+            caps=PAPER_CAPS if wish.caps is None else parse_caps(wish.caps),
+            most_increase=None
+            if wish.max_ppl_increase is None
+            else parse_share(wish.max_ppl_increase, "--max-ppl-increase"),
+            where=costs.model,
+        )
+    return policy, allowed, *_room(costs, allowed, memory, max_rows)
+
+
 def simulate_mode(
     mode: Mode | None,
     fitted: Fitted,
@@ -97,23 +123,7 @@ def simulate_mode(
         UsageError: the costs are not of a conversion; the mode cannot be had of it.
         ModelError: memory holds no request.
     """
-    policy, allowed = None, list(costs.configurations)
-    if mode is not None:
-        if len(allowed) < 2:
-            raise UsageError(
-                f"the step costs are of {costs.model}, which comes in one configuration",
-                "measure those of a conversion: --simulate FILE --model DIR",
-            )
-        policy, allowed = policy_of(
-            mode,
-            allowed,
-            caps=PAPER_CAPS if wish.caps is None else parse_caps(wish.caps),
-            most_increase=None
-            if wish.max_ppl_increase is None
-            else parse_share(wish.max_ppl_increase, "--max-ppl-increase"),
-            where=costs.model,
-        )
-    rows, total = _room(costs, allowed, memory, max_rows)
+    policy, allowed, rows, total = plan_mode(mode, costs, wish, memory, max_rows)
     counted = Counted()
     outcomes = simulate(
         fitted.turns,

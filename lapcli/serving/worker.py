@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lapcli.errors import LapcliError, ModelError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from lapcli.families.source import ModelSource
-    from lapcli.runtime import Batch
+    from lapcli.runtime import Batch, Engine
     from lapcli.serving.loop import Measured
 
 _SHARE = 0.9
@@ -107,13 +108,7 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     }
     # An engine of one row says what rows take.
     engine = Engine(model, max_rows=1, **room)
-    usual, longest = (
-        [engine.row_bytes(tokens, each.name) for each in engine.configurations]
-        for tokens in (usual_length(settings.max_length), settings.max_length)
-    )
-    rows, kv_bytes = rows_that_fit(
-        settings, device, engine.nbytes()["weights"], slot=engine.slot_bytes, usual=min(usual), longest=max(longest)
-    )
+    rows, kv_bytes = _rows_of(engine, settings, device, engine.nbytes()["weights"])
     if rows > 1:
         engine = Engine(model, max_rows=rows, kv_bytes=kv_bytes, **room)
     piece = settings.piece or (_GPU_PIECE if device.type == "cuda" else _CPU_PIECE)
@@ -131,8 +126,56 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     return Batch(engine, tokenizer, together=piece, piece=piece), facts
 
 
-def _load(settings: EngineSettings, source: "ModelSource", device: "torch.device") -> Any:
-    """The model, or the conversion whose base it is."""
+def planned(settings: EngineSettings) -> dict[str, int]:
+    """What `prepare` would make room for, by shapes alone: nothing is loaded.
+
+    Returns:
+        Bytes of `weights` and of `longest_request`, and `rows` together.
+
+    Raises:
+        LapcliError: memory holds no request, or not as many as are wanted; the model cannot be decoded here.
+    """
+    import torch
+
+    from lapcli.families.loading import resolve_model
+    from lapcli.runtime import Engine
+    from lapcli.runtime.configurations import Convertible
+
+    model = _load(replace(settings, offload=False, kernel="auto"), resolve_model(settings.model), None)
+    weights = sum(tensor.nbytes for tensor in _tensors(model))
+    if settings.offload and isinstance(model, Convertible):
+        # Two places on the device are left of all that may be states.
+        each = [sum(tensor.nbytes for tensor in module.parameters()) for module in model.attention.values()]
+        weights -= sum(sorted(each)[:-2])
+    state_dtype = getattr(torch, settings.state_dtype)
+    engine = Engine(model, max_rows=1, max_length=settings.max_length, state_dtype=state_dtype)
+    device = torch.device(settings.device)
+    if settings.memory is None and device.type == "cuda":
+        settings = replace(settings, memory=int(_SHARE * torch.cuda.mem_get_info(device)[0]))
+    rows, _ = _rows_of(engine, settings, device, weights)
+    longest = max(engine.row_bytes(settings.max_length, each.name) for each in engine.configurations)
+    return {"weights": weights, "longest_request": longest, "rows": rows}
+
+
+def _tensors(model: Any) -> "set[torch.Tensor]":
+    from lapcli.runtime.configurations import Convertible
+
+    return {*(model.tensors() if isinstance(model, Convertible) else (*model.parameters(), *model.buffers()))}
+
+
+def _rows_of(
+    engine: "Engine", settings: EngineSettings, device: "torch.device", weights: int
+) -> tuple[int, int | None]:
+    """Rows, and bytes of their pages, as `rows_that_fit` says by an engine of one row."""
+    usual, longest = (
+        [engine.row_bytes(tokens, each.name) for each in engine.configurations]
+        for tokens in (usual_length(settings.max_length), settings.max_length)
+    )
+    return rows_that_fit(settings, device, weights, slot=engine.slot_bytes, usual=min(usual), longest=max(longest))
+
+
+def _load(settings: EngineSettings, source: "ModelSource", device: "torch.device | None") -> Any:
+    """The model, or the conversion whose base it is; without a device, its shapes."""
     import torch
 
     from lapcli.families.loading import load_model
@@ -141,16 +184,17 @@ def _load(settings: EngineSettings, source: "ModelSource", device: "torch.device
 
     dtype: torch.dtype = getattr(torch, settings.dtype)
     kernel = prefill_kernel(settings.kernel)
+    where: dict[str, Any] = {"device": device} if device is not None else {"device": "cpu", "weights": "nowhere"}
     if settings.conversion is None:
         trusted = settings.trust_remote_code
-        return load_model(source, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trusted)
+        return load_model(source, dtype=dtype, kernel=kernel, trust_remote_code=trusted, **where)
     return load_convertible(
         settings.conversion,
-        device=device,
         dtype=dtype,
         kernel=kernel,
         configurations=settings.configurations or None,
         offload=settings.offload,
+        **where,
     )
 
 

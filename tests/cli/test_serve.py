@@ -3,16 +3,21 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from lapcli.cli.app import main
 from lapcli.serving.assembling import model_name
+from lapcli.serving.modes import Wish, find_conversion
+from lapcli.serving.settings import EngineSettings
+from lapcli.serving.worker import planned, prepare
 from lapcli.testing.dual_state import tiny_conversion
 from lapcli.testing.models import tiny_gated_deltanet
 
@@ -100,7 +105,7 @@ def test_what_it_would_do_with_a_conversion(monkeypatch, capsys, conversion):
         ([], ["1-of-3, the best, has a perplexity 10.5% above", "--max-ppl-increase 11% or more"]),
         (["--adapt", "--fraction", "1"], ["--adapt and --fraction 1", "pass one of them"]),
         (["--fraction", "1", "--max-ppl-increase", "30%"], ["3-of-3", "35.0% above", "--fraction 0.6667 at most"]),
-        (["--fraction", "33"], ["did you mean 0.33?"]),
+        (["--fraction", "33"], ["did you mean 0.33, or 33%?"]),
         (["--max-ppl-increase", "30%", "--caps", "1:2"], ["--caps 2: more than the whole"]),
         (["--no-adapt", "--offload"], ["--offload is for --adapt"]),
     ],
@@ -192,3 +197,35 @@ def test_a_whole_life(started, tmp_path):
     while os.path.exists(f"/proc/{engine}"):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_dry_run_knows_what_memory_holds(monkeypatch, capsys, conversion):
+    """As many rows as the engine then has, but for what padding takes of a tiny one; too little memory is refused."""
+    found = find_conversion(str(conversion), Wish(max_ppl_increase="1"))
+    base = EngineSettings(str(found.conversion.place.base), "cpu", "float32", max_length=256)
+    model = str(tiny_gated_deltanet(conversion.parent / "tiny"))
+    for settings in (replace(base, **found.settings), base, replace(base, model=model)):
+        _, facts = prepare(replace(settings, memory=2**20 + facts_of(settings)["weights"]))
+        told = planned(replace(settings, memory=2**20 + facts_of(settings)["weights"]))
+        # Fused projections are filled up to 64 rows of 32 numbers.
+        padding = facts["bytes"]["weights"] - told["weights"]
+        assert 0 <= padding <= 2**17
+        fewer = replace(settings, memory=2**20 + facts_of(settings)["weights"] - padding)
+        assert planned(fewer)["rows"] == facts["rows"] > 1
+        assert told["rows"] >= facts["rows"]
+    resident, offloaded = (planned(replace(base, **{**found.settings, "offload": each})) for each in (False, True))
+    # Of three layers' projections two stay.
+    assert resident["weights"] - offloaded["weights"] == 4 * (2 * 32 * 32 + 2 * 16 * 32)
+    arguments = ["serve", str(conversion), "--port", "0", "--dry-run", "--json", "--max-ppl-increase", "1"]
+    assert lapcli(monkeypatch, *arguments, "--memory", "64KiB") == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "65536 bytes hold" in said
+    assert "raise --memory to" in said
+    enough = re.search(r"--memory to (\d+)B", said)[1]
+    assert lapcli(monkeypatch, *arguments, "--memory", f"{enough}B") == 0
+    assert json.loads(capsys.readouterr().out)["rows_together"] >= 1
+    assert lapcli(monkeypatch, *arguments, "--memory", f"{enough}B", "--max-rows", "3") == 0
+
+
+def facts_of(settings):
+    return planned(replace(settings, memory=None))

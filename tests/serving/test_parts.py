@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lapcli.errors import ModelError, UsageError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
-from lapcli.serving.answers import Answer, CompletionForm
+from lapcli.serving.answers import Answer, CompletionForm, _Offsets
 from lapcli.serving.dispatch import Dispatcher
 from lapcli.serving.jobs import FairQueue, Job
 from lapcli.serving.keys import ApiKeys, read_keys
@@ -391,6 +391,13 @@ def test_offsets_are_those_of_the_text(sizes):
         assert len(other) == 1
     assert found == wanted[:11]
     texts.close()
+
+
+def test_offsets_behind_a_character_that_never_ends():
+    offsets = _Offsets()
+    parts = b"a", b"\xe2", b"b", b"\xff", b"\xe2\x82", b"\xac", b"c"
+    assert b"".join(parts).decode(errors="replace") == "a\ufffdb\ufffd€c"
+    assert [offsets.push(part) for part in parts] == [0, 1, 2, 3, 4, 4, 5]
 
 
 def test_single_bytes_as_sentencepiece_writes_them():

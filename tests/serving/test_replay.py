@@ -262,6 +262,10 @@ def test_the_command(monkeypatch, capsys, trace, tmp_path, scripted):
     would = json.loads(capsys.readouterr().out)
     assert (would["requests"], would["seconds"]) == (30, 29.0)
     assert list(would["percent_in_the_paper"].values()) == [64.68, 16.16, 16.03, 3.10]
+    assert lapcli(monkeypatch, "replay", path, "--dry-run", "--json", "--simulate", costs) == 0
+    would = json.loads(capsys.readouterr().out)
+    assert would["engines"] == {"simulated": {"rows": 2, "bytes": "any number"}}
+    assert would["costs"].endswith("costs.json, of x")
     found = []
     for replicas in (1, 4):
         output = tmp_path / f"{replicas}.json"
@@ -290,6 +294,9 @@ def test_the_command(monkeypatch, capsys, trace, tmp_path, scripted):
         (["--length-scale", "nan"], "--length-scale nan"),
         (["--simulate", "nowhere.json"], "pass --model"),
         (["--simulate", "costs.json", "--model", "demo:gdn"], "holds the costs of x"),
+        (["--simulate", "broken.json"], "holds no step costs"),
+        (["--simulate", "costs.json", "--modes", "adaptive"], "comes in one configuration"),
+        (["--simulate", "new.json", "--model", "no-such-model/here"], "no-such-model"),
         (["--url", "ftp://here"], "begins with http://"),
         (["--url", "http://127.0.0.1:9"], "no server answers"),
         (["--output", "no/such/folder.json"], "no folder"),
@@ -299,5 +306,11 @@ def test_the_command(monkeypatch, capsys, trace, tmp_path, scripted):
 def test_what_cannot_be_replayed(monkeypatch, capsys, trace, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     COSTS.write(tmp_path / "costs.json")
-    assert lapcli(monkeypatch, "replay", trace("2023-11-16 18:15:46,1,2"), *arguments) in (1, 2)
+    (tmp_path / "broken.json").write_text("[]")
+    path = trace("2023-11-16 18:15:46,1,2")
+    assert lapcli(monkeypatch, "replay", path, *arguments) in (1, 2)
     assert words in " ".join(capsys.readouterr().err.split())
+    if "--simulate" in arguments:
+        # A dry run refuses it as well.
+        assert lapcli(monkeypatch, "replay", path, *arguments, "--dry-run") in (1, 2)
+        assert words in " ".join(capsys.readouterr().err.split())
