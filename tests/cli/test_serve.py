@@ -214,8 +214,8 @@ def test_a_dry_run_knows_what_memory_holds(monkeypatch, capsys, conversion):
         assert planned(fewer)["rows"] == facts["rows"] > 1
         assert told["rows"] >= facts["rows"]
     resident, offloaded = (planned(replace(base, **{**found.settings, "offload": each})) for each in (False, True))
-    # Of three layers' projections two stay.
-    assert resident["weights"] - offloaded["weights"] == 4 * (2 * 32 * 32 + 2 * 16 * 32)
+    # Of three layers' projections (with biases) two stay.
+    assert resident["weights"] - offloaded["weights"] == 4 * (2 * 33 * 32 + 2 * 33 * 16)
     arguments = ["serve", str(conversion), "--port", "0", "--dry-run", "--json", "--max-ppl-increase", "1"]
     assert lapcli(monkeypatch, *arguments, "--memory", "64KiB") == 1
     said = " ".join(capsys.readouterr().err.split())
