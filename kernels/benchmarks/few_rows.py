@@ -11,7 +11,8 @@ cublas  F.linear, other settings of it, its operands swapped, splits by `torch.b
 lt      every kernel that cuBLASLt's heuristics would choose from
 triton  `lapkernels.few_linear` in Triton: its choice, and other configurations
 gluon   the same in Gluon
-block   blocks' four products with norms and activations between, as the runtime has them, by `few_linear` and F.linear
+block   blocks' four products with norms and activations between, as the runtime has them, by `few_linear` and F.linear;
+        with and without the activation in the product of gate and up
 """
 
 import argparse
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,6 +233,16 @@ def _product(language: str, apart: bool, config: FewConfig) -> Way:
     from lapkernels.few_linear.triton_few import few_linear_triton
 
     return lambda x, weight: few_linear_triton(x, weight, None, 1.0, apart, config)
+
+
+def _activated(language: str) -> Way:
+    if language == "gluon":
+        from lapkernels.few_linear.gluon_few import few_swiglu_gluon
+
+        return lambda x, weight: few_swiglu_gluon(x, weight, None, True)
+    from lapkernels.few_linear.triton_few import few_swiglu_triton
+
+    return lambda x, weight: few_swiglu_triton(x, weight, None)
 
 
 def _run_group(group: str, chosen: list[Layer], rows: list[int], output: Path, connection: Any) -> None:
@@ -472,9 +484,9 @@ def _blocks(rows: int, matrices: dict[Layer, list[Tensor]], output: Path, rate: 
     truth = _cublas_blocks(blocks, start, gain).float()
     ways: list[tuple[str, Callable[[], Tensor]]] = [("linear", partial(_cublas_blocks, blocks, start, gain))]
     for language in LANGUAGES:
-        for everything in (True, False):
-            name = f"{language}{'' if everything else ', where faster'}"
-            ways.append((name, _own_blocks(language, everything, blocks, start, gain)))
+        for everything, gated in product((True, False), (True, False)):
+            name = f"{language}{'' if everything else ', where faster'}{'' if gated else ', activations apart'}"
+            ways.append((name, _own_blocks(language, everything, gated, blocks, start, gain)))
     for name, run in ways:
         facts: dict[str, Any] = {"group": "block", "layer": "block", "rows": rows, "way": name}
         try:
@@ -507,18 +519,23 @@ def _cublas_blocks(blocks: list[dict[str, Tensor]], start: Tensor, gain: Tensor)
 
 
 def _own_blocks(
-    language: str, everything: bool, blocks: list[dict[str, Tensor]], start: Tensor, gain: Tensor
+    language: str, everything: bool, gated: bool, blocks: list[dict[str, Tensor]], start: Tensor, gain: Tensor
 ) -> Callable[[], Tensor]:
     """The same by our kernels, all of the products or those that `few_linear` has for faster; norms add the splits."""
     from lapkernels.few_linear.configs import beats_cublas
     from lapkernels.norm import rms_norm, swiglu
 
+    def ours(part: str, gated: bool = False) -> bool:
+        (outputs, width), apart = blocks[0][part].shape, part in _NORMED
+        return everything or beats_cublas(language, len(start), outputs, width, apart, gated=gated)
+
     products: dict[str, Way] = {}
     for part, weight in blocks[0].items():
-        (outputs, width), apart = weight.shape, part in _NORMED
-        ours = everything or beats_cublas(language, len(start), outputs, width, apart)
-        config = choose(language, outputs, width, apart)
-        products[part] = _product(language, apart, config) if ours else F.linear
+        apart = part in _NORMED
+        config = choose(language, len(weight), weight.shape[1], apart)
+        products[part] = _product(language, apart, config) if ours(part) else F.linear
+    whole = products["gate and up"]
+    activated = _activated(language) if gated and ours("gate and up", True) else lambda x, w: swiglu(whole(x, w))
 
     def run() -> Tensor:
         stream, normed = start, rms_norm(start, gain).output
@@ -526,7 +543,7 @@ def _own_blocks(
             mixed = products["inputs"](normed, block["inputs"])[:, : block["output"].shape[1]]
             added = products["output"](mixed, block["output"])
             normed, stream = rms_norm(added, gain, residual=stream, shares=added.ndim == 3, dtype=start.dtype)
-            inner = swiglu(products["gate and up"](normed, block["gate and up"]))
+            inner = activated(normed, block["gate and up"])
             added = products["down"](inner, block["down"])
             normed, stream = rms_norm(added, gain, residual=stream, shares=added.ndim == 3, dtype=start.dtype)
         return stream

@@ -498,8 +498,8 @@ def _thin_linear(device: torch.device) -> Iterator[Trial]:
 
 
 def _few_linear(device: torch.device) -> Iterator[Trial]:
-    """A product of few rows, whole and in parts that the norm behind it adds up, against their formulas in fp64."""
-    from lapkernels.few_linear import IMPLEMENTATIONS, few_linear, why_not
+    """A product of few rows, whole, in parts that a norm adds up, or gate and up with SwiGLU, against fp64."""
+    from lapkernels.few_linear import IMPLEMENTATIONS, few_linear, few_swiglu, why_not
     from lapkernels.norm import rms_norm
 
     rows, width, outputs = 33, 1352, 200
@@ -511,6 +511,10 @@ def _few_linear(device: torch.device) -> Iterator[Trial]:
             for shape in ((rows, width), (outputs, width), (outputs,), (rows, outputs))
         )
         return [value.to(dtype) for value in (x, weight * width**-0.5, bias, residual)]
+
+    def gated(product: Tensor) -> Tensor:
+        gate, up = product.chunk(2, dim=-1)
+        return gate / (1 + (-gate).exp()) * up
 
     for impl in IMPLEMENTATIONS:
         if impl == "auto":
@@ -524,16 +528,18 @@ def _few_linear(device: torch.device) -> Iterator[Trial]:
             actual = {
                 "whole": few_linear(x, weight, bias, scale=0.5, impl=impl),
                 "summed by a norm": rms_norm(parts, residual[0], residual=residual, shares=True).residual,
+                "activated": few_swiglu(x, weight, bias, impl=impl),
             }
             wide = [value.double() for value in given]
-            product = 0.5 * (wide[0] @ wide[1].t() + wide[2])
-            truth = {"whole": product, "summed by a norm": wide[3] + product}
-            # What a plain computation rounds: its result, and in fp32 the sums too.
+            product = wide[0] @ wide[1].t() + wide[2]
+            truth = {"whole": 0.5 * product, "summed by a norm": wide[3] + 0.5 * product, "activated": gated(product)}
+            # What a plain computation rounds: its result, gate and up, and in fp32 the sums too.
             plain = {name: value.to(dtype) for name, value in truth.items()}
+            plain["activated"] = gated(product.to(dtype).double()).to(dtype)
             return precisions(actual, truth, plain, dtype, width if dtype == torch.float32 else 1)
 
         why = why_not(impl, device, dtype, rows, width)
-        yield Trial("few_linear", impl, "whole, in parts", "forward", dtype, why, run)
+        yield Trial("few_linear", impl, "whole, in parts, SwiGLU", "forward", dtype, why, run)
 
 
 def _short_conv(device: torch.device) -> Iterator[Trial]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lapcli.runtime.pools import RecurrentPool
 from lapkernels.delta_step import ConvState, delta_step
-from lapkernels.few_linear import few_linear, is_faster
+from lapkernels.few_linear import few_linear, few_swiglu, is_faster
 from lapkernels.norm import rms_norm, swiglu
 from lapkernels.thin_linear import Normed, thin_linear
 
@@ -373,6 +373,11 @@ class GatedMlp:
         return split_linear(self._inner(hidden, rows), self.down, rows, scale)
 
     def _inner(self, hidden: Tensor, rows: Rows) -> Tensor:
+        # Without the padding.
+        weight, bias = self.weight[: 2 * self.width], None if self.bias is None else self.bias[: 2 * self.width]
+        few = is_faster(hidden, weight, gated=True) if rows.few is None else rows.few
+        if few:
+            return few_swiglu(hidden, weight, bias, ready=True)
         return swiglu(linear(hidden, self.weight, self.bias, rows)[:, : 2 * self.width])
 
     def direct(self, x: Tensor, norm: Norm, scale: float, rows: Rows) -> Tensor:

@@ -243,7 +243,11 @@ def test_products_of_few_rows_are_checked_too(monkeypatch):
     assert {trial.impl for trial in _few_linear(CPU)} == {"reference", "triton", "gluon"}
     assert checked().status == "right"
     module = importlib.import_module("lapkernels.few_linear")
-    right = module.few_linear
+    right, gated = module.few_linear, module.few_swiglu
+    monkeypatch.setattr(module, "few_swiglu", lambda x, weight, bias, **k: gated(x, weight.roll(1, 0), bias, **k))
+    assert checked().status == "wrong"
+    assert "activated" in checked().detail
+    monkeypatch.setattr(module, "few_swiglu", gated)
     for wrong, name in ((False, "whole"), (True, "summed by a norm")):
         monkeypatch.setattr(
             module, "few_linear", lambda *a, apart=False, wrong=wrong, **k: right(*a, apart=apart, **k) * (

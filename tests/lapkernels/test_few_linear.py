@@ -10,9 +10,9 @@ import torch
 import lapkernels.few_linear.api as api
 from lapkernels._triton import triton_version
 from lapkernels.errors import InvalidInput, KernelUnavailable
-from lapkernels.few_linear import few_linear, is_faster, select_impl, why_not
+from lapkernels.few_linear import few_linear, few_swiglu, is_faster, select_impl, why_not
 from lapkernels.few_linear.configs import beats_cublas, choose
-from lapkernels.testing_few import SHAPES, check
+from lapkernels.testing_few import SHAPES, check, check_gated
 
 BF16 = torch.bfloat16
 LAYERS = {"output": (2048, 3072), "down": (2048, 5632), "in": (7744, 2048), "up": (11264, 2048), "head": (32000, 2048)}
@@ -23,6 +23,7 @@ LAYERS = {"output": (2048, 3072), "down": (2048, 5632), "in": (7744, 2048), "up"
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16], ids=str)
 def test_the_reference(shape, dtype):
     check(shape, "reference", dtype)
+    check_gated(shape, "reference", dtype)
 
 
 def _run(program: str, **environment: str) -> str:
@@ -42,12 +43,17 @@ def _run(program: str, **environment: str) -> str:
 def test_the_kernel_interpreted():
     """In fp16, whose products the interpreter gets right."""
     program = (
-        "import torch\nfrom lapkernels.few_linear import few_linear\nfrom lapkernels.testing_few import SHAPES, check\n"
-        "for shape in SHAPES:\n    check(shape, 'triton', torch.float16)\n"
+        "import torch\nfrom lapkernels.few_linear import few_linear, few_swiglu\n"
+        "from lapkernels.testing_few import SHAPES, check, check_gated\n"
+        "for shape in SHAPES:\n"
+        "    check(shape, 'triton', torch.float16)\n"
+        "    check_gated(shape, 'triton', torch.float16)\n"
         "x, w = (torch.ones(n, 1352, dtype=torch.float16) for n in (3, 70))\n"
         "assert few_linear(x, w, apart=True, impl='triton').shape == (2, 3, 70)\n"
         "assert few_linear(x[:0], w, impl='triton').shape == (0, 70)\n"
         "assert few_linear(x, w[:0], impl='triton').shape == (3, 0)\n"
+        "assert few_swiglu(x[:0], w, impl='triton').shape == (0, 35)\n"
+        "assert few_swiglu(x, w[:0], impl='triton').shape == (3, 0)\n"
     )
     _run(program, TRITON_INTERPRET="1")
 
@@ -57,7 +63,7 @@ def test_all_configurations_compile_for_a_hopper(tmp_path):
     """Within its shared memory, and without spills."""
     program = (
         "import torch\nfrom lapkernels.offline import compile_only, resources\ncompiled = compile_only(90)\n"
-        "from lapkernels.few_linear import few_linear, why_not\n"
+        "from lapkernels.few_linear import few_linear, few_swiglu, why_not\n"
         f"layers = {[*LAYERS.values()]}\n"
         "impls = [impl for impl in ('triton', 'gluon') if why_not(impl, 'cpu', torch.bfloat16) is None]\n"
         "assert impls[0] == 'triton'\n"
@@ -66,9 +72,11 @@ def test_all_configurations_compile_for_a_hopper(tmp_path):
         "        x, w = (torch.empty(n, width, dtype=torch.bfloat16) for n in (16 if number == 2 else 64, outputs))\n"
         "        bias = w[:, 0].clone() if number % 2 else None\n"
         "        few_linear(x, w, bias, apart=number < 2, ready=True, impl=impl)\n"
-        "        took = resources(compiled[-1])\n"
-        "        assert took.spilled == 0 and took.programs() >= (1 if took.shared > 110 * 1024 else 2), took\n"
-        "assert len(compiled) == 5 * len(impls)\n"
+        "        if number in (2, 3):\n"
+        "            few_swiglu(x, w, bias, ready=True, impl=impl)\n"
+        "for took in map(resources, compiled):\n"
+        "    assert took.spilled == 0 and took.programs() >= (1 if took.shared > 110 * 1024 else 2), took\n"
+        "assert len(compiled) == 7 * len(impls)\n"
     )
     _run(program, TRITON_CACHE_DIR=str(tmp_path))
 
@@ -83,6 +91,12 @@ def test_configurations_are_those_that_were_measured():
         for rows in (16, 32, 64):
             assert [beats_cublas(impl, rows, *layer, at < 2) for at, layer in enumerate(LAYERS.values())] == wanted
         assert not any(beats_cublas(impl, rows, *LAYERS["head"], False) for rows in (1, 8, 65, 128))
+    # Gate and up together are cut as they are apart, unless Triton's tiles would be too small to be two.
+    assert choose("triton", *LAYERS["in"], gated=True) == (128, 64, 100, 1)
+    for impl, layer in (("triton", "up"), ("gluon", "in"), ("gluon", "up")):
+        assert choose(impl, *LAYERS[layer], gated=True) == choose(impl, *LAYERS[layer])
+        assert beats_cublas(impl, 64, *LAYERS[layer], gated=True) == beats_cublas(impl, 64, *LAYERS[layer])
+    assert not beats_cublas("triton", 64, *LAYERS["in"], gated=True)
     # Too few programs to read at full speed, split or not, or in the second of two waves.
     assert not beats_cublas("gluon", 64, 2048, 5632, False)
     assert not beats_cublas("gluon", 64, 256, 256, True)
@@ -102,8 +116,13 @@ def test_what_is_refused():
     ):
         with pytest.raises(InvalidInput, match=word):
             few_linear(*arguments)
-    with pytest.raises(InvalidInput, match="magic"):
-        few_linear(x, weight, impl="magic")
+    with pytest.raises(InvalidInput, match="3 rows"):
+        few_swiglu(x, weight)
+    with pytest.raises(InvalidInput, match="bias has shape"):
+        few_swiglu(x, weight[:2], torch.ones(1))
+    for product in (few_linear, few_swiglu):
+        with pytest.raises(InvalidInput, match="magic"):
+            product(x, weight[:2], impl="magic")
     for given, word in (
         ((torch.float32,), "bf16 and fp16, not"),
         ((BF16, 65), "64 rows at most"),
@@ -114,6 +133,8 @@ def test_what_is_refused():
         assert select_impl("cpu", *given).name == "reference"
     with pytest.raises(KernelUnavailable, match="64 rows at most"):
         few_linear(x.to(BF16), weight.to(BF16), impl="triton")
+    with pytest.raises(KernelUnavailable, match="64 rows at most"):
+        few_swiglu(x.to(BF16), weight[:2].to(BF16), impl="triton")
     assert not is_faster(torch.ones(64, 2048, dtype=BF16), torch.ones(32000, 1, dtype=BF16).expand(-1, 2048))
 
 
@@ -123,6 +144,8 @@ def test_rows_that_begin_anywhere_are_not_for_the_kernels(monkeypatch):
     for x in (whole[:, 1:9], torch.ones(4, 12, dtype=BF16)[:, :8]):
         with pytest.raises(KernelUnavailable, match="16 bytes"):
             few_linear(x, whole[:, :8], impl="triton")
+        with pytest.raises(KernelUnavailable, match="16 bytes"):
+            few_swiglu(x, whole[:, :8], impl="triton")
 
 
 @pytest.mark.parametrize("variable", ["", "triton", "cublas"])
@@ -139,7 +162,7 @@ def test_the_choice_on_a_gpu(monkeypatch, variable):
     x, weight = (torch.ones(n, 2048, dtype=BF16).as_subclass(OnGpu) for n in (64, 11264))
     assert select_impl("cuda", BF16).name == ("triton" if variable == "triton" else "gluon")
     # Gate and up are cuBLAS's where Gluon is not there.
-    assert is_faster(x, weight) == (variable == "")
+    assert is_faster(x, weight) == is_faster(x, weight, gated=True) == (variable == "")
     assert is_faster(x, weight[:7744]) == (variable != "cublas")
     why["gluon"] = "missing"
     assert select_impl("cuda", BF16).name == "triton"

@@ -34,9 +34,12 @@ def engine(source):
 
 @pytest.fixture
 def few_products(monkeypatch):
-    """Whether the sum was left to the reader, of each product of few rows; those that leave it do so in three parts."""
+    """Whether the sum was left to the reader, of each product of few rows; those that leave it do so in three parts.
+
+    Gate and up, activated, are "gated".
+    """
     calls = []
-    plain = lapcli.runtime.layers.few_linear
+    plain, gated = lapcli.runtime.layers.few_linear, lapcli.runtime.layers.few_swiglu
 
     def product(x, weight, bias=None, *, scale=1.0, apart=False, ready=False):
         calls.append(apart)
@@ -46,5 +49,11 @@ def few_products(monkeypatch):
         parts = zip(x.chunk(3, 1), weight.chunk(3, 1), (bias, None, None), strict=True)
         return torch.cat([plain(a, b.contiguous(), c, scale=scale, apart=True) for a, b, c in parts])
 
+    def activated(x, weight, bias=None, *, ready=False):
+        calls.append("gated")
+        assert ready
+        return gated(x, weight, bias)
+
     monkeypatch.setattr(lapcli.runtime.layers, "few_linear", product)
+    monkeypatch.setattr(lapcli.runtime.layers, "few_swiglu", activated)
     return calls

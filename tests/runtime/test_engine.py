@@ -135,31 +135,38 @@ def test_products_of_few_rows(tmp_path, name, few_products):
             assert distance(logits, full_logits(reference, row)) < TOLERANCE
         # Three rows are not few, here.
         few_products.append(count)
-    block = [False, True] * 2 * len(reference.model.layers) + [False]
+    block = [False, True, "gated", True] * len(reference.model.layers) + [False]
     assert few_products == ([2, 3, 2] if "library" in name else [*block, 2, 3, *block, 2])
 
 
 def test_what_is_faster_is_asked_of_each_product(source, monkeypatch, few_products):
-    """Unless rows are said: of each of its own, and of those that leave a sum."""
+    """Unless rows are said: of each of its own, of those that leave a sum, and of gate and up twice if not together."""
     asked = []
 
-    def faster(x, weight, apart=False):
-        asked.append((len(x), apart))
-        return len(asked) % 2 == 0
+    def faster(x, weight, apart=False, gated=False):
+        asked.append((len(x), apart, gated))
+        return apart
 
     monkeypatch.setattr("lapcli.runtime.layers.is_faster", faster)
     engine = Engine(load_model(source), max_rows=2)
     slots = [found.slot for found in engine.prefill_rows(prompts_of(2, 9))]
     engine.step([5, 6], slots)
-    products = 4 * len(engine.plan.recurrent) + 1
-    assert asked == [(2, number % 2 == 1) for number in range(products)]
+    layers = len(engine.plan.recurrent)
+    whole, apart, gated = (2, False, False), (2, True, False), (2, False, True)
+    assert asked == [whole, apart, gated, whole, apart] * layers + [whole]
+    products = 4 * layers + 1
     assert few_products == [True] * (products // 2)
     for few, count in ((0, 0), (2, products)):
         few_products.clear()
         engine.plan.few = few
         engine.step([5, 6], slots)
         assert len(few_products) == count
-    assert len(asked) == products
+    assert len(asked) == 5 * layers + 1
+    engine.plan.few = None
+    monkeypatch.setattr("lapcli.runtime.layers.is_faster", lambda *_, gated=False, **__: gated)
+    few_products.clear()
+    engine.step([5, 6], slots)
+    assert few_products == ["gated"] * layers
 
 
 def test_many_steps_at_once_are_the_steps_one_by_one(source, engine):

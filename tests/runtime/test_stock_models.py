@@ -8,7 +8,7 @@ import lapcli.runtime.mamba
 from lapcli.errors import ModelError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Batch, Engine, GenerationSettings
-from lapcli.runtime.layers import DirectPart, SplitPart
+from lapcli.runtime.layers import DirectPart, GatedMlp, SplitPart, Sum
 from lapcli.runtime.llama_models import TRANSFORMERS
 from lapcli.runtime.planned import PLANS
 from lapcli.testing.decoding import cached_logits, distance, full_logits, prompts_of, spoil
@@ -139,6 +139,13 @@ def test_few_rows_within_products(models, monkeypatch):
         assert distance(logits, full_logits(reference, [*row, *taken])) < bound
 
 
+def _gated_mlps(part):
+    """How many of them a part is or has, among its own parts."""
+    if isinstance(part, Sum):
+        return sum(_gated_mlps(each) for _, each, _ in part.parts)
+    return isinstance(part, GatedMlp)
+
+
 def test_products_of_few_rows(models, few_products):
     """By kernels of their own, sums left to what reads them, whatever that is: the same logits."""
     name, reference, model = models
@@ -154,7 +161,9 @@ def test_products_of_few_rows(models, few_products):
     split = sum(isinstance(sub.part, SplitPart) and sub.after is None for sub in engine.plan.sublayers)
     assert few_products.count(True) == split
     # Parts within others, or with a norm behind them, leave no sum.
-    assert few_products.count(False) >= split + 1
+    assert len(few_products) >= 2 * split + 1
+    parts = [sub.part for sub in engine.plan.sublayers]
+    assert few_products.count("gated") == sum(map(_gated_mlps, parts))
     for row, taken, logits in zip(rows, ((5, 8), (6, 9)), found, strict=False):
         assert distance(logits, full_logits(reference, [*row, *taken])) < bound
 

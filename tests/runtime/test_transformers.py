@@ -143,7 +143,7 @@ def test_products_of_few_rows(name, few_products):
     for logits, row in zip(engine.step([5, 6, 7], slots), rows, strict=True):
         assert distance(logits, full_logits(reference, [*row, 5 + rows.index(row)])) < FP32
     # Two of each mixer, two of each MLP, the head; Phi's mixers leave no sum, and its MLPs are the library's.
-    assert few_products == ([False] * (3 * 2 + 1) if name == "phi" else [False, True] * (3 * 2) + [False])
+    assert few_products == ([False] * (3 * 2 + 1) if name == "phi" else [False, True, "gated", True] * 3 + [False])
 
 
 def test_samples_do_not_depend_on_the_batch():

@@ -1,4 +1,4 @@
-"""The public function, and the choice of what computes it."""
+"""The public functions, and the choice of what computes it."""
 
 import os
 from functools import cache
@@ -11,7 +11,7 @@ from lapkernels._triton import is_interpreted, kernels_can_run, runs_on_hopper, 
 from lapkernels.delta_rule.api import Choice
 from lapkernels.errors import InvalidInput, KernelUnavailable
 from lapkernels.few_linear.configs import MOST_ROWS, beats_cublas
-from lapkernels.few_linear.reference import few_linear_reference
+from lapkernels.few_linear.reference import few_linear_reference, few_swiglu_reference
 from lapkernels.few_linear.validation import check_arguments
 
 IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon")
@@ -89,19 +89,20 @@ def select_impl(device: torch.device | str, dtype: torch.dtype, rows: int = MOST
     )
 
 
-def is_faster(x: Tensor, weight: Tensor, *, apart: bool = False) -> bool:
+def is_faster(x: Tensor, weight: Tensor, *, apart: bool = False, gated: bool = False) -> bool:
     """Whether such a product is of a kind that was measured to be faster than cuBLAS; see `configs`.
 
     Args:
         x: `[B, D]`.
         weight: `[N, D]`.
         apart: whether its reader makes the sum over parts of D.
+        gated: whether it is `few_swiglu`'s.
     """
     (rows, width), outputs = x.shape, len(weight)
     if not x.is_cuda or rows > MOST_ROWS or not _aligned(x, weight) or os.environ.get(VARIABLE) == "cublas":
         return False
     impl = select_impl(x.device, weight.dtype, rows, width).name
-    return impl != "reference" and beats_cublas(impl, rows, outputs, width, apart)
+    return impl != "reference" and beats_cublas(impl, rows, outputs, width, apart, gated=gated)
 
 
 def few_linear(
@@ -136,17 +137,7 @@ def few_linear(
         KernelUnavailable: an `impl` asked for by name that cannot run here.
     """
     check_arguments(x, weight, bias)
-    (rows, width), aligned = x.shape, _aligned(x, weight)
-    if impl == "auto":
-        impl = select_impl(x.device, x.dtype, rows, width).name if aligned else "reference"
-    elif (why := why_not(impl, x.device, x.dtype, rows, width)) is not None:
-        raise KernelUnavailable(f"impl='{impl}' for the product of few rows: {why}")
-    elif impl != "reference" and not aligned:
-        raise KernelUnavailable(
-            f"impl='{impl}' for the product of few rows: rows of x (strides {x.stride()}) and of the matrix (shape "
-            f"{list(weight.shape)}, strides {weight.stride()}) should begin at multiples of 16 bytes, and the matrix "
-            f"have {_MOST_OUTPUTS} rows at most"
-        )
+    impl = _chosen(impl, x, weight)
     # Here, since they import triton.
     if impl == "gluon":
         from lapkernels.few_linear.gluon_few import few_linear_gluon
@@ -157,6 +148,58 @@ def few_linear(
 
         return few_linear_triton(x, weight, bias, scale, apart)
     return few_linear_reference(x, weight, bias, scale, apart)
+
+
+def few_swiglu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ready: bool = False, impl: str = "auto"
+) -> Tensor:
+    """`silu(gate) * up` of `[gate, up] = x W^T + bias`: `lapkernels.norm.swiglu` of `few_linear`, in one kernel.
+
+    Gate and up are rounded to the matrix's dtype before the activation, as where they are written and read again: the
+    result is that of the two kernels to the bit, where both are cut along D alike.
+
+    Args:
+        x: `[B, D]`, the last axis contiguous.
+        weight: `[2 F, D]`, likewise, in x's dtype: the rows of gate, then those of up.
+        bias: `[2 F]`.
+        ready: as for `few_linear`.
+        impl: likewise.
+
+    Returns:
+        `[B, F]` in the matrix's dtype.
+
+    Raises:
+        InvalidInput: a shape, dtype, stride or device that breaks the contract.
+        KernelUnavailable: an `impl` asked for by name that cannot run here.
+    """
+    check_arguments(x, weight, bias, gated=True)
+    impl = _chosen(impl, x, weight)
+    # Here, since they import triton.
+    if impl == "gluon":
+        from lapkernels.few_linear.gluon_few import few_swiglu_gluon
+
+        return few_swiglu_gluon(x, weight, bias, ready)
+    if impl == "triton":
+        from lapkernels.few_linear.triton_few import few_swiglu_triton
+
+        return few_swiglu_triton(x, weight, bias)
+    return few_swiglu_reference(x, weight, bias)
+
+
+def _chosen(impl: str, x: Tensor, weight: Tensor) -> str:
+    """What runs a call whose arguments are checked."""
+    (rows, width), aligned = x.shape, _aligned(x, weight)
+    if impl == "auto":
+        return select_impl(x.device, x.dtype, rows, width).name if aligned else "reference"
+    if (why := why_not(impl, x.device, x.dtype, rows, width)) is not None:
+        raise KernelUnavailable(f"impl='{impl}' for the product of few rows: {why}")
+    if impl != "reference" and not aligned:
+        raise KernelUnavailable(
+            f"impl='{impl}' for the product of few rows: rows of x (strides {x.stride()}) and of the matrix (shape "
+            f"{list(weight.shape)}, strides {weight.stride()}) should begin at multiples of 16 bytes, and the matrix "
+            f"have {_MOST_OUTPUTS} rows at most"
+        )
+    return impl
 
 
 def _aligned(x: Tensor, weight: Tensor) -> bool:

@@ -47,7 +47,7 @@ class FewConfig(NamedTuple):
         return max(2, self.room * 512 // (self.depth * (self.outputs + rows)))
 
 
-def choose(impl: str, outputs: int, width: int, apart: bool) -> FewConfig:
+def choose(impl: str, outputs: int, width: int, apart: bool = False, *, gated: bool = False) -> FewConfig:
     """The configuration of a product.
 
     Args:
@@ -55,18 +55,20 @@ def choose(impl: str, outputs: int, width: int, apart: bool) -> FewConfig:
         outputs: N.
         width: D.
         apart: whether the sum over splits is left to the reader.
+        gated: whether outputs are gates and ups, of which a program has equal parts.
     """
     if apart:
         config = FewConfig(128, 64, 200) if impl == "gluon" else FewConfig(64, 64, 100)
         tiles, steps = -(-outputs // config.outputs), -(-width // config.depth)
         return config._replace(splits=max(1, min(PROCESSORS // tiles, steps // FEWEST)))
-    if outputs <= 64 * PROCESSORS:
+    # Tensor cores take 64 rows at a time, and Triton has two products for gate and up.
+    if outputs <= 64 * PROCESSORS and not (gated and impl == "triton"):
         return FewConfig(64, 128, 200)
     alone = impl == "gluon" and outputs <= 128 * PROCESSORS
     return FewConfig(128, 64, 200 if alone else 100)
 
 
-def beats_cublas(impl: str, rows: int, outputs: int, width: int, apart: bool) -> bool:
+def beats_cublas(impl: str, rows: int, outputs: int, width: int, apart: bool = False, *, gated: bool = False) -> bool:
     """Whether a product is of a kind that was measured to be faster.
 
     Args:
@@ -75,10 +77,11 @@ def beats_cublas(impl: str, rows: int, outputs: int, width: int, apart: bool) ->
         outputs: N.
         width: D.
         apart: whether the sum over splits is left to the reader.
+        gated: whether outputs are gates and ups; what the activation's own kernel would take is not counted.
     """
     if not LEAST_ROWS <= rows <= MOST_ROWS:
         return False
-    config = choose(impl, outputs, width, apart)
+    config = choose(impl, outputs, width, apart, gated=gated)
     if apart:
         # Where nothing is split, programs are too few to read at full speed.
         return config.splits > 1

@@ -6,8 +6,8 @@ from lapkernels.decoding.rows import check_last_axis, check_tensor
 from lapkernels.errors import InvalidInput
 
 
-def check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Check the arguments of `few_linear`. Reads shapes only, never values.
+def check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
+    """Check the arguments of `few_linear` or, `gated`, of `few_swiglu`. Reads shapes only, never values.
 
     Raises:
         InvalidInput: naming the argument, what it is and what it should be.
@@ -17,6 +17,8 @@ def check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     (rows, _), (outputs, width), device = x.shape, weight.shape, x.device
     if not width:
         raise InvalidInput(f"weight has shape {list(weight.shape)}; D should be 1 or more")
+    if gated and outputs % 2:
+        raise InvalidInput(f"weight has {outputs} rows; gate and up below each other should be an even number")
     check_tensor("x", x, (rows, width), device)
     check_tensor("weight", weight, (outputs, width), device)
     if x.dtype != weight.dtype:
