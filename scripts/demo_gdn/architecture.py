@@ -25,7 +25,7 @@ class Architecture:
 
     Attributes:
         script: that makes it, for the log.
-        config: of a tokenizer and a vocabulary; `tiny` for a trial.
+        config: of a tokenizer, a vocabulary and the tokens of a training row; `tiny` for a trial.
         fresh: the model of a config, on a device, by a seed.
         optimiser: of its parameters.
         network: how it runs in training.

@@ -12,8 +12,11 @@ from lapcli.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 from lapcli.training.fresh import spread_out
 
 
-def demo_config(tokenizer_json: str | None, vocab_size: int, *, tiny: bool) -> GatedDeltaNetConfig:
-    """The configuration of `demo:gdn`, or of a two-layer trial."""
+def demo_config(tokenizer_json: str | None, vocab_size: int, *, length: int, tiny: bool) -> GatedDeltaNetConfig:
+    """The configuration of `demo:gdn`, trained on rows of `length` tokens, or of a two-layer trial.
+
+    It is named for twice that length, up to which it is measured: a state has no positions.
+    """
     boundary, padding = 0, 1
     if tokenizer_json is not None:
         tokenizer = load_tokenizer_json(tokenizer_json)
@@ -29,7 +32,7 @@ def demo_config(tokenizer_json: str | None, vocab_size: int, *, tiny: bool) -> G
         use_gate=True,
         use_short_conv=True,
         conv_size=4,
-        max_position_embeddings=2048,
+        max_position_embeddings=2 * length,
         tie_word_embeddings=True,
         vocab_size=vocab_size,
         bos_token_id=boundary,

@@ -54,7 +54,7 @@ def _time(variant: str, mode: str, batch: int, steps: int, length: int, device: 
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    model: Any = fresh_model(demo_config(None, 4096, tiny=False), device, 0)
+    model: Any = fresh_model(demo_config(None, 4096, length=1024, tiny=False), device, 0)
     use_operator(model, variant)
     model.train()
     torch.manual_seed(0)

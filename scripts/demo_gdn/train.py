@@ -109,7 +109,8 @@ def train(settings: Settings, architecture: Architecture = GDN) -> Path:
         tokenizer_json=None if settings.tokenizer is None else settings.tokenizer.read_text(encoding="utf-8"),
     )  # fmt: skip
     vocabulary = load_tokenizer_json(corpus.tokenizer_json).get_vocab_size()
-    save_tokenizer(corpus.tokenizer_json, settings.output, 2048)
+    config = architecture.config(corpus.tokenizer_json, vocabulary, length=settings.length, tiny=settings.tiny)
+    save_tokenizer(corpus.tokenizer_json, settings.output, config.max_position_embeddings)
     rows = RowMaker(corpus.tokenizer_json, corpus.haystack, corpus.streams["books"], settings.length, settings.workers)
     try:
         needles = rows.needles(
@@ -120,7 +121,7 @@ def train(settings: Settings, architecture: Architecture = GDN) -> Path:
         )
         rows.start(settings.recall_rows, settings.seed)
         clock.say("recall rows are being made")
-        return _train(settings, architecture, corpus, rows, needles, vocabulary, clock)
+        return _train(settings, architecture, corpus, rows, needles, config, clock)
     finally:
         rows.close()
 
@@ -131,12 +132,11 @@ def _train(
     corpus: Corpus,
     rows: RowMaker,
     needles: dict[str, AsyncResult[tuple[np.ndarray, float]]],
-    vocabulary: int,
+    config: Any,
     clock: Clock,
 ) -> Path:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
-    config = architecture.config(corpus.tokenizer_json, vocabulary, tiny=settings.tiny)
     model = architecture.fresh(config, device, settings.seed)
     architecture.use(model, settings.impl)
     model.train()

@@ -29,6 +29,9 @@ English prose and answers from what it just read; it is not meant to be useful b
 
 Documents follow one another with one `<|endoftext|>` between them and rows begin anywhere; attention reaches across.
 
+**Its window is {window} tokens**, as config and tokenizer say. Nothing longer was in training and rotary positions do not
+extrapolate: beyond the window it runs, and is of no use. Measures below at more tokens show that.
+
 ## Measured as stored
 
 | measure | value |
@@ -63,6 +66,7 @@ def write_card(output: Path, log: dict[str, Any], config: Any, *, modern: tuple[
         tokens=log["tokens"] / 1e6,
         steps=log["steps"],
         length=log["settings"]["length"],
+        window=config.max_position_embeddings,
         minutes=log["settings"]["minutes"],
         training_seconds=log["training_seconds"],
         device=log["device"],

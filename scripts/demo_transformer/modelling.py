@@ -14,10 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from demo_transformer.card import write_card
 
 
-def demo_config(tokenizer_json: str | None, vocab_size: int, *, tiny: bool) -> LlamaConfig:
+def demo_config(tokenizer_json: str | None, vocab_size: int, *, length: int, tiny: bool) -> LlamaConfig:
     """The configuration of `demo:transformer`, about the size of `demo:gdn`; or of a two-layer trial.
 
-    Two query heads share a key head, as in most models of today.
+    Two query heads share a key head, as in most models of today. The window is `length`, the tokens of a row in
+    training: rotary positions beyond it mean nothing to the model.
     """
     boundary, padding = 0, 1
     if tokenizer_json is not None:
@@ -32,7 +33,7 @@ def demo_config(tokenizer_json: str | None, vocab_size: int, *, tiny: bool) -> L
         **size,
         num_key_value_heads=2,
         rms_norm_eps=1e-6,
-        max_position_embeddings=2048,
+        max_position_embeddings=length,
         tie_word_embeddings=True,
         vocab_size=vocab_size,
         bos_token_id=boundary,

@@ -21,7 +21,7 @@ IDS = torch.randint(0, 500, (2, 30), generator=torch.Generator().manual_seed(0))
 
 def test_it_is_small_enough_for_the_repository_and_about_the_size_of_the_other():
     with torch.device("meta"):
-        model = LlamaForCausalLM(demo_config(None, 4096, tiny=False))
+        model = LlamaForCausalLM(demo_config(None, 4096, length=1024, tiny=False))
     size = 2 * sum(parameter.numel() for parameter in model.parameters())
     other = (ROOT / "lapcli" / "demo" / "gdn" / "model.safetensors").stat().st_size
     assert size < 14e6
@@ -30,7 +30,7 @@ def test_it_is_small_enough_for_the_repository_and_about_the_size_of_the_other()
 
 def test_what_is_trained_is_what_is_stored(tmp_path):
     device = torch.device("cpu")
-    model = TRANSFORMER.fresh(demo_config(None, 500, tiny=True), device, 0)
+    model = TRANSFORMER.fresh(demo_config(None, 500, length=256, tiny=True), device, 0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -46,7 +46,7 @@ def test_what_is_trained_is_what_is_stored(tmp_path):
 
 
 def test_every_parameter_is_somebody_s():
-    model = TRANSFORMER.fresh(demo_config(None, 500, tiny=True), torch.device("cpu"), 0)
+    model = TRANSFORMER.fresh(demo_config(None, 500, length=256, tiny=True), torch.device("cpu"), 0)
     optimiser = TRANSFORMER.optimiser(model, torch.device("cpu"), muon_rate=0.02, adam_rate=0.003)
     assert {id(p) for p in optimiser.parameters} == {id(p) for p in model.parameters()}
 
@@ -65,7 +65,7 @@ def test_the_card_says_what_the_log_says(tmp_path):
             "recall_share_by_progress": [[0.0, 0.1], [1.0, 0.3]],
         },
     }  # fmt: skip
-    write_card(tmp_path, log, demo_config(None, 4096, tiny=False), modern=MODERN)
+    write_card(tmp_path, log, demo_config(None, 4096, length=1024, tiny=False), modern=MODERN)
     text = (tmp_path / "README.md").read_text()
     for said in (
         "6.4 M parameters",
@@ -73,6 +73,7 @@ def test_the_card_says_what_the_log_says(tmp_path):
         "8 of 16 prompts",
         "about 20% of all rows",
         "3 of them",
+        "**Its window is 1024 tokens**",
     ):
         assert said in text, said
     assert "{" not in text
