@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lapcli.artifacts import Artifact, write_artifact
 from lapcli.errors import ArtifactError
@@ -20,11 +21,12 @@ from lapcli.evaluation.run import evaluate_model
 from lapcli.evaluation.settings import EvaluationSettings
 from lapcli.families.dual_state import set_kernel
 from lapcli.families.loading import load_model, load_tokenizer
+from lapcli.families.packed import longest_sequence
 from lapcli.families.remote.lapcli_dual_state import convert_layers, restore_layer
 from lapcli.linearising.objective import LayerObjective
 from lapcli.linearising.plan import LinearisingPlan
 from lapcli.linearising.record import MEND, converted, layer_lineage, measured, summarise
-from lapcli.linearising.start import fit_scale, output_variance
+from lapcli.linearising.start import fit_scale, fold_scale, output_variance, scaled
 from lapcli.linearising.watching import attention_of, watched
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter
@@ -137,31 +139,34 @@ class Chain:
         attention.float().requires_grad_(True)
         attention.start_states(torch.Generator().manual_seed(distillation.seed + layer))
         batches = self._batches(held_out)
-        variance = self._start(layer, batches)
+        variance, factors = self._start(layer, batches)
         objective = partial(LayerObjective, layer=layer, variance=variance, distillation=distillation)
         look = objective(self.student, self.teacher, temperature=distillation.temperature)
-        first = self._measure(look, batches)
         trained = {name: tuple(p.shape) for name, p in self.student.named_parameters() if p.requires_grad}
         lineage = layer_lineage(plan, number, layer, before)
         folder = plan.place.training(number, layer)
-        ended = train(
-            self.student,
-            self.teacher,
-            stream,
-            WholePlan(trained),
-            distillation.training(),
-            folder,
-            lineage=replace(lineage, kind=CHECKPOINT),
-            execution=Execution(
-                micro_batch=self.micro_batch,
-                validate_every=max(1, distillation.steps // 4),
-                save_every=max(1, distillation.steps // 4),
-                divergence=math.inf,
-            ),
-            objective=objective,
-            doing=f"layer {layer} ({number} of {len(self.order)})",
-            reporter=self.reporter,
-        )
+        with contextlib.nullcontext() if factors is None else scaled(attention, factors):
+            first = self._measure(look, batches)
+            ended = train(
+                self.student,
+                self.teacher,
+                stream,
+                WholePlan(trained),
+                distillation.training(),
+                folder,
+                lineage=replace(lineage, kind=CHECKPOINT),
+                execution=Execution(
+                    micro_batch=self.micro_batch,
+                    validate_every=max(1, distillation.steps // 4),
+                    save_every=max(1, distillation.steps // 4),
+                    divergence=math.inf,
+                ),
+                objective=objective,
+                doing=f"layer {layer} ({number} of {len(self.order)})",
+                reporter=self.reporter,
+            )
+        if factors is not None:
+            fold_scale(attention, factors)
         if not distillation.chained:
             last_alone = self._measure(look, batches)
             for artifact in before:
@@ -203,8 +208,8 @@ class Chain:
         size = self.micro_batch
         return [PackedBatch.of(sequences[start : start + size]) for start in range(0, len(sequences), size)]
 
-    def _start(self, layer: int, batches: Sequence[Any]) -> float:
-        """Fit the size of what the new layer gives; the variance of what the teacher's gives."""
+    def _start(self, layer: int, batches: Sequence[Any]) -> tuple[float, Tensor | None]:
+        """The variance of what the teacher's layer gives, and the size that each head of the new one should have."""
         with torch.no_grad(), watched(self.teacher, layer) as theirs, watched(self.student, layer) as mine:
             for batch in batches:
                 last_hidden(self.teacher, batch)
@@ -212,9 +217,8 @@ class Chain:
                     # Its other layers are in the teacher's dtype; autocast is what training has too.
                     with self._precision():
                         last_hidden(self.student, batch)
-        if mine.heads:
-            fit_scale(attention_of(self.student, layer), mine.heads, theirs.outputs)
-        return output_variance(theirs.outputs)
+        factors = fit_scale(attention_of(self.student, layer), mine.heads, theirs.outputs) if mine.heads else None
+        return output_variance(theirs.outputs), factors
 
     def _precision(self) -> Any:
         if self.student.device.type != "cuda":
@@ -249,10 +253,19 @@ class Chain:
         """The prefix on the tasks that were asked for."""
         if not self.tasks:
             return []
-        found = evaluate_model(
-            self.student, self.tokenizer, self.tasks, EvaluationSettings(limit=self.limit), reporter=self.reporter
-        )
+        settings = EvaluationSettings(limit=self.limit)
+        longest = longest_sequence(self.plan.source.config)
+        # A teacher is of no use beyond its positions, and so is what it taught.
+        within = tuple(length for length in settings.niah_lengths if longest is None or length <= longest)
+        settings = replace(settings, niah_lengths=within or settings.niah_lengths)
+        found = evaluate_model(self.student, self.tokenizer, self.tasks, settings, reporter=self.reporter)
         return [
-            {"task": score.task, "metric": score.metric, "value": score.estimate.value, "stderr": score.estimate.stderr}
+            {
+                "task": score.task,
+                "metric": score.metric,
+                "length": score.length,
+                "value": score.estimate.value,
+                "stderr": score.estimate.stderr,
+            }
             for score in found.models[0].scores
         ]

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lapcli.errors import ModelError
 from lapcli.families.remote.lapcli_dual_state import DualStateSettings, convert_layers, decoder_of, restore_layer
-from lapcli.linearising.start import fit_scale
+from lapcli.linearising.start import fit_scale, fold_scale
 from lapcli.linearising.watching import attending_by, attention_of, output_projection, watched
 from lapcli.reporting import Reporter, SilentReporter
 
@@ -173,7 +173,8 @@ def one_by_one(
                 with torch.no_grad(), watched(model, layer) as student:
                     model.get_decoder()(input_ids=fit_on.to(model.device), use_cache=False)
                 if settings.window is None:
-                    fit_scale(attention_of(model, layer), student.heads, teacher.outputs)
+                    attention = attention_of(model, layer)
+                    fold_scale(attention, fit_scale(attention, student.heads, teacher.outputs))
                 found[layer] = measure(model)
             finally:
                 restore_layer(model, layer)

@@ -112,7 +112,7 @@ def default_linearising(is_demo: bool) -> dict[str, dict[str, Any]]:
         return {
             "sensitivity": {"data": "builtin", "samples": 16, "seq_len": 512},
             # A small model takes, and in so few steps needs, a larger rate.
-            "distillation": {"data": "builtin", "seq_len": 512, "steps": 40, "lr": 3e-3, "lr_min": 3e-4},
+            "distillation": {"data": "builtin", "seq_len": 512, "steps": 32, "batch": 4, "lr": 3e-3, "lr_min": 3e-4},
         }
     return {
         "sensitivity": {"data": "fineweb", "samples": 64, "seq_len": 2048},

@@ -115,6 +115,17 @@ def counted(root, prefix):
     return max(json.loads(line).get("tokens", 0) for line in curve.splitlines())
 
 
+def test_the_first_steps_are_small_where_states_are_hundreds_of_times_too_large(text, tmp_path):
+    """A layer's sums must shrink to thousandths; what trains them must not take steps of the size of a weight."""
+    chosen = settings(text, steps=2, seq_len=256, batch=2, lr=3e-3, warmup=0.0)
+    root = tmp_path / "out"
+    convert(resolve_model("demo:transformer"), chosen, "0.1", root)
+    curve = [json.loads(line) for line in next(root.glob("training/*/curve.jsonl")).read_text().splitlines()]
+    before, *steps = (line["validation"]["loss"] if "validation" in line else line["loss"] for line in curve)
+    # Folded into the projection at once, the factors made this 20000.
+    assert max(steps) < 2 * before
+
+
 def test_what_is_done_is_not_done_again_and_a_fraction_can_grow(source, text, tmp_path, at_once):
     root = tmp_path / "out"
     first = convert(source, settings(text), "0.3", root)

@@ -9,7 +9,7 @@ import torch
 from lapcli.families.remote.lapcli_dual_state import gate_similarity
 from lapcli.linearising.objective import LayerObjective
 from lapcli.linearising.settings import DistillationSettings
-from lapcli.linearising.start import fit_scale, output_variance
+from lapcli.linearising.start import fit_scale, fold_scale, output_variance, scaled
 from lapcli.linearising.watching import attention_of, watched
 from lapcli.models.loss import IGNORED
 from lapcli.testing.dual_state import converted, tiny_teacher
@@ -150,9 +150,14 @@ def test_sizes_of_heads_are_fitted_by_least_squares():
     factors = fit_scale(layer, mine.heads, theirs.outputs)
     # The ridge, a millionth of a head's size.
     torch.testing.assert_close(factors, expected, rtol=1e-4, atol=1e-6)
+    with torch.no_grad(), scaled(layer, factors), watched(student, 1) as trained:
+        run(student)
+    assert torch.equal(layer.o_proj.weight, weight)
+    fold_scale(layer, factors)
     torch.testing.assert_close(layer.o_proj.weight, weight * factors.repeat_interleave(8))
     with torch.no_grad(), watched(student, 1) as fitted:
         run(student)
+    torch.testing.assert_close(trained.outputs[0], fitted.outputs[0])
     errors = [(seen.outputs[0] - theirs.outputs[0]).square().sum() for seen in (fitted, mine)]
     assert errors[0] < errors[1]
 
