@@ -128,6 +128,7 @@ def trials(device: torch.device, *, thorough: bool = False) -> list[Trial]:
         *_norm(device),
         *_thin_linear(device),
         *_few_linear(device),
+        *_greedy_token(device),
         *_short_conv(device),
     ]
     return sorted(found, key=lambda trial: trial.cost)
@@ -540,6 +541,33 @@ def _few_linear(device: torch.device) -> Iterator[Trial]:
 
         why = why_not(impl, device, dtype, rows, width)
         yield Trial("few_linear", impl, "whole, in parts, SwiGLU", "forward", dtype, why, run)
+
+
+def _greedy_token(device: torch.device) -> Iterator[Trial]:
+    """The likeliest token of rows where that is easily mistaken, against a search over Python's numbers."""
+    from lapkernels.greedy_token import IMPLEMENTATIONS, greedy_token, why_not
+    from lapkernels.testing_greedy import first_largest, rows_of
+
+    for impl in IMPLEMENTATIONS:
+        if impl == "auto":
+            continue
+        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+
+        def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
+            logits = rows_of(1000, dtype, str(device))
+            slots = torch.arange(len(logits), dtype=torch.int32, device=device) - 1
+            tokens, positions = (torch.zeros(len(logits), dtype=torch.int64, device=device) for _ in range(2))
+            greedy_token(logits, tokens, positions, slots, impl=impl)
+            wanted = [first_largest(row) for row in logits.tolist()]
+            truth = {
+                "tokens": torch.tensor(wanted, dtype=torch.float64),
+                "positions": (slots >= 0).double(),
+            }
+            # Whole numbers, none of which is as large as where fp32 rounds them.
+            return precisions({"tokens": tokens, "positions": positions}, truth, truth, torch.float32)
+
+        why = why_not(impl, device, dtype)
+        yield Trial("greedy_token", impl, "equal logits, NaN, infinities", "decode", dtype, why, run)
 
 
 def _short_conv(device: torch.device) -> Iterator[Trial]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lapcli.runtime.layers import Mix, Rows
 from lapcli.runtime.pieces import captured
 from lapcli.runtime.sampling import Choices, Mode, choose
+from lapkernels.greedy_token import greedy_token
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that a graph is captured for; fewer rows are filled up."""
@@ -157,7 +158,9 @@ class Steps:
         slots, positions = self.slots[:rows], self.positions[:rows]
         mix = None if self.span is None else Mix(self.converted[:rows], *self.span)
         logits = self.forward(self.tokens[:rows], Rows(slots, positions, longest, mix, self.blocks[:, :rows]))
-        if mode != "logits":
+        if mode == "greedy":
+            greedy_token(logits, self.tokens[:rows], positions, slots)
+        elif mode != "logits":
             positions += slots >= 0
             self.tokens[:rows] = choose(logits, positions, self.choices, mode)
         return logits

@@ -14,6 +14,7 @@ from lapcli.doctor.kernels import (
     _checked,
     _delta_step,
     _few_linear,
+    _greedy_token,
     _norm,
     _ssd_step,
     _thin_linear,
@@ -32,8 +33,9 @@ CPU = torch.device("cpu")
 def own_file(tmp_path, monkeypatch):
     monkeypatch.setenv(verdicts.FILE_VARIABLE, str(tmp_path / "verdicts.json"))
     # Decode steps have tests of their own; here they would only take time.
-    for operator in ("_delta_step", "_ssd_step", "_attend_step", "_norm", "_thin_linear", "_few_linear", "_short_conv"):
-        monkeypatch.setattr(f"lapcli.doctor.kernels.{operator}", lambda _device: ())
+    for operator in ("delta_step", "ssd_step", "attend_step", "norm", "thin_linear", "few_linear", "greedy_token",
+                     "short_conv"):  # fmt: skip
+        monkeypatch.setattr(f"lapcli.doctor.kernels._{operator}", lambda _device: ())
     for made in ("dual_state_trials", "dual_state_step_trials"):
         monkeypatch.setattr(f"lapcli.doctor.dual_states.{made}", lambda _device: ())
 
@@ -205,6 +207,26 @@ def test_gated_states_are_checked_too(monkeypatch):
         ("chunked", "backward"): "wrong",
     }
     assert {_checked(trial, CPU).status for trial in _dual_steps(CPU) if trial.impl == "reference"} == {"right"}
+
+
+def test_the_choice_of_tokens_is_checked_too(monkeypatch):
+    def checked():
+        (trial,) = [trial for trial in _greedy_token(CPU) if trial.impl == "reference"]
+        return _checked(trial, CPU)
+
+    assert checked().status == "right"
+    module = importlib.import_module("lapkernels.greedy_token")
+    right = module.greedy_token
+
+    def last_row_wrong(logits, tokens, *rest, **options):
+        right(logits, tokens, *rest, **options)
+        tokens[-1] -= 1
+
+    monkeypatch.setattr(module, "greedy_token", last_row_wrong)
+    assert checked().status == "wrong"
+    assert "tokens" in checked().detail
+    monkeypatch.setattr(module, "greedy_token", lambda a, b, c, slots, **k: right(a, b, c, slots + 1, **k))
+    assert "positions" in checked().detail
 
 
 def test_norms_are_checked_too(monkeypatch):
