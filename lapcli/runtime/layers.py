@@ -120,7 +120,7 @@ class Norm:
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Normalise `[B, D]`, into `dtype`."""
-        return rms_norm(x, self.weight, self.eps, offset=self.offset, dtype=dtype).output
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, dtype=dtype, ready=True).output
 
     def after(self, x: Tensor, change: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`x + change` in x's dtype, and its norm in `dtype`: one kernel on a GPU. `change` may be `[S, B, D]`."""
@@ -132,6 +132,7 @@ class Norm:
             offset=self.offset,
             shares=change.ndim > x.ndim,
             dtype=dtype,
+            ready=True,
         )
         return total, normed
 

@@ -100,7 +100,7 @@ def test_a_graph_is_its_launches(impl):
             for part in (few_linear(normed, weight, ready=True, impl=impl)[:, :3072], None):
                 inner = few_swiglu(normed, weight, ready=True, impl=impl) if part is None else part
                 shares = few_linear(inner, back, apart=True, ready=True, impl=impl)
-                normed, stream = rms_norm(shares, gain, residual=stream, shares=True, dtype=BF16)
+                normed, stream = rms_norm(shares, gain, residual=stream, shares=True, dtype=BF16, ready=True)
         return stream
 
     chain()
@@ -147,6 +147,8 @@ def test_the_norm_of_shares(splits, rows):
     shares, gain = torch.randn(splits, rows, 2048, device=device), torch.randn(2048, device=device).to(BF16)
     residual = torch.randn(rows, 2048, device=device).to(BF16)
     found = rms_norm(shares, gain, residual=residual, shares=True, dtype=BF16, impl="triton")
+    early = rms_norm(shares, gain, residual=residual, shares=True, dtype=BF16, ready=True, impl="triton")
+    assert all(map(torch.equal, found, early))
     wanted = residual.double() + shares.double().sum(0)
     assert found.output.dtype == found.residual.dtype == BF16
     # One rounding, of at most 2^-9 of the sum, beside those of fp32 in making it.

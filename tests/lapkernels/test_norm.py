@@ -1,8 +1,14 @@
 """The small operators: residual sum with RMS norm, SwiGLU."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 
+from lapkernels._triton import triton_version
 from lapkernels.errors import InvalidInput, KernelUnavailable
 from lapkernels.norm import rms_norm, select_impl, swiglu
 
@@ -110,3 +116,27 @@ def test_what_is_refused():
     with pytest.raises(KernelUnavailable, match="fp64"):
         swiglu(x.double(), impl="triton")
     assert select_impl("cpu", torch.float32).name == "reference"
+
+
+@pytest.mark.skipif(triton_version() is None, reason="triton is not installed")
+def test_few_programs_have_registers_for_all_that_they_read(tmp_path):
+    """Eight shares of a row, eight numbers of each to a thread: fewer registers, and some would be asked for later."""
+    program = """
+        import torch
+        from lapkernels.norm import rms_norm
+        from lapkernels.offline import compile_only, resources
+        compiled = compile_only(90)
+        for width in (2048, 2560, 4096):
+            residual, weight = torch.empty(64, width), torch.empty(width)
+            rms_norm(torch.empty(8, 64, width), weight, residual=residual, shares=True, ready=True, impl="triton")
+            took = resources(compiled[-1])
+            assert took.spilled == 0 and took.registers >= 8 * 8, took
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

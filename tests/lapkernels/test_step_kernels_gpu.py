@@ -202,6 +202,7 @@ def test_norms(width, dtype):
     for held in (None, residual, residual.to(dtype)):
         found, wanted = (rms_norm(x, weight, residual=held, offset=1.0, impl=i) for i in ("triton", "reference"))
         assert torch.equal(found.residual, wanted.residual)
+        assert torch.equal(found.output, rms_norm(x, weight, residual=held, offset=1.0, ready=True).output)
         # Both round once, from sums in another order.
         torch.testing.assert_close(found.output, wanted.output, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     gate = torch.randn(5, 3, width, device="cuda").to(dtype)

@@ -41,6 +41,7 @@ def rms_norm(
     gate_activation: str = "silu",
     shares: bool = False,
     dtype: torch.dtype | None = None,
+    ready: bool = False,
     impl: str = "auto",
 ) -> NormOutput:
     """`s / rms(s) * (weight + offset) * f(gate)`, where `s` is x or `residual + x`, in fp32 (fp64 for fp64) inside.
@@ -59,6 +60,8 @@ def rms_norm(
             summed in fp32, the kernel in the axis' order, and only the sum with the residual, which there must be, is
             rounded.
         dtype: of the output; `None` for x's.
+        ready: whether the weight was there before the kernel that was launched last, as a model's are: then it may be
+            read while that one still runs.
         impl: `auto` (see `select_impl`), `reference` or `triton`.
 
     Returns:
@@ -75,7 +78,7 @@ def rms_norm(
         from lapkernels.norm.triton_norm import rms_norm_triton
 
         if x.shape[-1] <= _WIDEST:
-            return NormOutput(*rms_norm_triton(x, weight, eps, residual, offset, gate, sigmoid, shares, dtype))
+            return NormOutput(*rms_norm_triton(x, weight, eps, residual, offset, gate, sigmoid, shares, dtype, ready))
         if impl == "triton":
             raise KernelUnavailable(f"impl='triton' for the norm: a program holds rows of {_WIDEST}, not {x.shape[-1]}")
     return NormOutput(*rms_norm_reference(x, weight, eps, residual, offset, gate, sigmoid, shares, dtype))

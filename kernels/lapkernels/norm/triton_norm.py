@@ -20,22 +20,26 @@ _MANY = 4096
 def _rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, gate_ptr, out_ptr, total_ptr, x_stride, residual_stride,
                      gate_stride, rows, width, eps, offset, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                      RESIDUAL: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, SHARES: tl.constexpr,
-                     EARLY: tl.constexpr):  # fmt: skip
+                     READY: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """ROWS rows: their sum with the residual is rounded as it is kept, and then normed, and then gated.
 
     SHARES of x, all rows of each one behind the other, are added up first; 0 where x is whole.
     """
+    at = tl.arange(0, BLOCK)[None, :]
+    if READY:
+        weight = tl.load(weight_ptr + at, mask=at < width, other=0.0).to(tl.float32) + offset
     take_turn(EARLY)
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    at = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (at < width)
-    # All that is read is on its way at once.
-    weight = tl.load(weight_ptr + at, mask=at < width, other=0.0).to(tl.float32) + offset
+    if not READY:
+        weight = tl.load(weight_ptr + at, mask=at < width, other=0.0).to(tl.float32) + offset
     if RESIDUAL:
         held = tl.load(residual_ptr + row * residual_stride + at, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
+    x_ptr += row * x_stride + at
+    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    apart = tl.full((1, 1), rows, tl.int64) * x_stride
     for share in tl.static_range(1, SHARES):
-        x += tl.load(x_ptr + (row + share * rows) * x_stride + at, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(x_ptr + share * apart, mask=mask, other=0.0).to(tl.float32)
     if GATE:
         gate = tl.load(gate_ptr + row * gate_stride + at, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -78,6 +82,7 @@ def rms_norm_triton(
     sigmoid: bool,
     shares: bool = False,
     dtype: torch.dtype | None = None,
+    ready: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as `rms_norm` has checked them; returns the output and the sum."""
     shape = x.shape[1:] if shares else x.shape
@@ -92,14 +97,19 @@ def rms_norm_triton(
     together = min(max(1, _BLOCK // block), max(1, power_of_two(number) // _MANY))
     # Shares are all on their way at once: fewer numbers of each to a thread.
     of_a_warp = 256 if shares else 512
+    warps = max(1, min(32, together * block // of_a_warp))
+    # Few programs cannot hide each other's waiting: all that one reads should be on its way at once. But to let more of
+    # them share a processor, the compiler spares registers, and asks for some only once others have come, unless it is
+    # told how many there are.
+    registers = min(255, 65536 // (32 * warps)) if number <= _MANY else None
     early = may_begin_early(x.device)
     launch: Any = _rms_norm_kernel[(-(-number // together),)]
     with torch.cuda.device(x.device.index if x.is_cuda else -1):
         launch(
             rows, held, weight, gates, out, total, rows.stride(0), held.stride(0), gates.stride(0), number, width,
             eps, offset, ROWS=together, BLOCK=block, RESIDUAL=residual is not None, GATE=gate is not None,
-            SIGMOID=sigmoid, SHARES=len(x) if shares else 0, EARLY=early,
-            num_warps=max(1, min(32, together * block // of_a_warp)), launch_pdl=early,
+            SIGMOID=sigmoid, SHARES=len(x) if shares else 0, READY=ready,
+            EARLY=early, num_warps=warps, maxnreg=registers, launch_pdl=early,
         )  # fmt: skip
     return out, total
 
