@@ -6,6 +6,8 @@ python scripts/dsla_study.py teacher FILE.gguf DIR
 python scripts/dsla_study.py prepare TEXTS text.jsonl.xz
 python scripts/dsla_study.py run --model DIR --work DIR --text text.jsonl --output lines.jsonl --gpus 2 --workers 8
 python scripts/dsla_study.py look WORK/dual-0 distance.jsonl
+python scripts/dsla_study.py pack WORK/dual-0/models/8-of-30 FILE
+python scripts/dsla_study.py unpack TEACHER FILE DIR
 python scripts/dsla_study.py write lines.jsonl docs/dsla.md
 
 `teacher` makes the model that the study is of, SmolLM2-135M-Instruct dequantised from Q4_1 (`gguf` and `accelerate` are
@@ -27,7 +29,9 @@ already is done again (but not the measuring). Conversions end `--last` seconds 
 measured.
 
 `look` measures what the last token of a window takes from each distance, by the teacher's attention and by each state.
-`write` puts the tables between the two marks in the page, or prints them where no page is named.
+`pack` writes what a conversion changed, the attention of the converted layers, as one file, from which `unpack` makes
+the model again beside its teacher. `write` puts the tables between the two marks in the page, or prints them where no
+page is named.
 
 What it costs is an estimate, for no conversion of SmolLM2 was timed on a GPU. A step of 8 sequences of 1024 tokens is
 some 6e12 operations (student, teacher, the way back to the layer, logits twice) and some 8,000 launches: 50 ms of an
@@ -51,6 +55,7 @@ from typing import Any, NamedTuple
 
 from dsla.arms import ARMS, CONVERSION, FRACTIONS, KEYS, NEEDLES, TASKS, TEACHER
 from dsla.looking import look
+from dsla.packing import pack, unpack
 from dsla.tables import BEGIN, END, key_of, put, write
 from dsla.teacher import make_teacher
 from studies.arguments import names_of
@@ -109,7 +114,8 @@ class Study(Commands):
     def run(self) -> bool:
         """Everything that is not there yet; whether all of it is there now."""
         options = self.options
-        pieces = [Piece(TEACHER, 0), *(Piece(arm, seed) for seed in options.seeds for arm in options.arms)]
+        whole = [] if options.no_teacher else [Piece(TEACHER, 0)]
+        pieces = [*whole, *(Piece(arm, seed) for seed in options.seeds for arm in options.arms)]
         missing = [piece for piece in pieces if self._missing(piece)]
         self.say(f"{len(pieces)} pieces wanted, {len(pieces) - len(missing)} of them there")
         if self.options.seconds:
@@ -282,6 +288,13 @@ def main(arguments: Iterable[str] | None = None) -> None:
     seen.add_argument("--samples", type=int, default=16, help="windows of text")
     seen.add_argument("--length", type=int, default=1024, help="tokens of each")
     seen.add_argument("--device", default="cpu", help="where the models run")
+    packed = commands.add_parser("pack", help="write what a conversion changed as one file")
+    packed.add_argument("model", type=Path, help="WORK/dual-0/models/8-of-30, say")
+    packed.add_argument("output", type=Path, help="a safetensors file")
+    unpacked = commands.add_parser("unpack", help="make the model of such a file again")
+    unpacked.add_argument("teacher", type=Path, help="the directory of the model that was converted")
+    unpacked.add_argument("file", type=Path, help="of `pack`")
+    unpacked.add_argument("output", type=Path, help="the model's directory")
     shown = commands.add_parser("write", help="make the tables")
     shown.add_argument(
         "files", type=Path, nargs="+", help="JSON lines of `run`; a page to put the tables in comes last"
@@ -291,6 +304,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
         sys.stdout.write(prepare(options.texts, options.output, options.characters))
     elif options.command == "teacher":
         sys.stdout.write(make_teacher(options.gguf, options.output, options.dtype))
+    elif options.command == "pack":
+        sys.stdout.write(pack(options.model, options.output))
+    elif options.command == "unpack":
+        sys.stdout.write(unpack(options.teacher, options.file, options.output))
     elif options.command == "look":
         lines = look(options.conversion, options.text, samples=options.samples, length=options.length,
                      device=options.device)  # fmt: skip
@@ -320,6 +337,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--known", type=Path, action="append", default=[], help="more files whose lines count")
     parser.add_argument("--arms", type=names_of(ARMS), default=list(ARMS)[:6], help="names with commas, by priority")
     parser.add_argument("--fractions", type=_fractions, default=list(FRACTIONS), help="of the layers, with commas")
+    parser.add_argument("--no-teacher", action="store_true", help="another run measures it")
     parser.add_argument("--seeds", type=_numbers, default=[0], help="numbers with commas")
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS), help="with commas")
     parser.add_argument("--task-data", type=Path, default=None, help="folder with local copies of task data")

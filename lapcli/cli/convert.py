@@ -80,9 +80,9 @@ def run(
         str | None, _dsla("Attention of the last token of a window, or of all. Default: last.", "--rows")
     ] = None,
     steps: Annotated[
-        int | None, _dsla("Optimiser steps of each layer. Default: 128, a million tokens (demo: 40).")
+        int | None, _dsla("Optimiser steps of each layer. Default: 128, a million tokens (demo: 32).")
     ] = None,
-    batch_size: Annotated[int | None, _dsla("Sequences of a step. Default: 8.")] = None,
+    batch_size: Annotated[int | None, _dsla("Sequences of a step. Default: 8 (demo: 4).")] = None,
     seq_len: Annotated[int | None, _dsla("Tokens of a sequence or window. Default: 1024, 2048 (demo: 512).")] = None,
     lr: Annotated[float | None, _dsla("Largest learning rate. Default: 1e-3 (demo: 3e-3).")] = None,
     lr_min: Annotated[float | None, _dsla("Last learning rate. Default: a tenth of --lr.")] = None,

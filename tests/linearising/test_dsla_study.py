@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -276,7 +278,9 @@ def test_no_teacher_is_made_of_something_else_or_in_the_place_of_something(tmp_p
             study.main(["teacher", str(tmp_path / name), str(tmp_path / output)])
 
 
-def test_a_conversion_is_looked_at_layer_by_layer(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def made(tmp_path, capsys, monkeypatch):
+    """Two layers of three, converted."""
     teacher = tiny_source("llama", tmp_path / "teacher").path
     job = ["convert", teacher, "--to", "dsla", "--output", tmp_path / "made", "--data", "builtin", "--seq-len", "64"]
     job += ["--fraction", "0.7", "--steps", "1", "--batch-size", "1", "--validation", "1", "--samples", "1", "--device"]
@@ -284,10 +288,29 @@ def test_a_conversion_is_looked_at_layer_by_layer(tmp_path, capsys, monkeypatch)
     with pytest.raises(SystemExit) as exit_:
         main()
     assert not exit_.value.code, capsys.readouterr().err
-    arguments = ["look", tmp_path / "made", tmp_path / "seen.jsonl", "--samples", "2", "--length", "40"]
+    return tmp_path / "made"
+
+
+def test_what_was_changed_is_packed_and_the_model_made_again(made, tmp_path, capsys):
+    model, file = made / "models" / "2-of-3", tmp_path / "changed.safetensors"
+    study.main(["pack", str(model), str(file)])
+    assert "2 layers" in capsys.readouterr().out
+    assert file.stat().st_size < (model / "model.safetensors").stat().st_size / 2
+    study.main(["unpack", str(tmp_path / "teacher"), str(file), str(tmp_path / "again")])
+    first, again = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "again"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert (tmp_path / "again" / "config.json").read_bytes() == (model / "config.json").read_bytes()
+    other = tiny_source("llama", tmp_path / "other", rms_norm_eps=1e-5).path
+    with pytest.raises(SystemExit, match="is for the teacher"):
+        study.main(["unpack", str(other), str(file), str(tmp_path / "third")])
+
+
+def test_a_conversion_is_looked_at_layer_by_layer(made, tmp_path):
+    arguments = ["look", made, tmp_path / "seen.jsonl", "--samples", "2", "--length", "40"]
     study.main([str(each) for each in arguments])
     found = [json.loads(each) for each in (tmp_path / "seen.jsonl").read_text().splitlines()]
-    order = json.loads((tmp_path / "made" / "conversion.json").read_text())["order"]
+    order = json.loads((made / "conversion.json").read_text())["order"]
     assert [each["layer"] for each in found] == order
     for each in found:
         assert each["edges"] == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
@@ -295,6 +318,6 @@ def test_a_conversion_is_looked_at_layer_by_layer(tmp_path, capsys, monkeypatch)
         # Of a softmax, the weights of all distances add up to 1.
         assert sum(w * x for w, x in zip(widths, each["weight"], strict=True)) == pytest.approx(1, abs=1e-6)
         assert all(min(each[name]) > 0 for name in ("mixed", "state 0", "state 1"))
-    shutil.rmtree(tmp_path / "made" / "models")
+    shutil.rmtree(made / "models")
     with pytest.raises(SystemExit, match="no model written out"):
         study.main([str(each) for each in arguments])
