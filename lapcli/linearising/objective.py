@@ -85,7 +85,8 @@ class LayerObjective(Objective):
         """All parts of the loss, with a gradient unless there is `no_grad`."""
         student, teacher = self.models()
         labels = batch.labels.to(student.device)
-        counted = labels != IGNORED
+        # Found where the labels lie: to look for them on a device would be to wait for all that it has to do.
+        counted = (batch.labels != IGNORED).nonzero().squeeze(1)
         with self._precision(student.device), watched(student, self._layer) as mine:
             hidden = last_hidden(student, batch)
         with torch.no_grad(), self._precision(teacher.device), watched(teacher, self._layer) as theirs:
@@ -101,17 +102,19 @@ class LayerObjective(Objective):
                 temperature=self._temperature,
             )
         made, wanted = (
-            torch.cat([output.flatten(0, 1) for output in seen.outputs])[counted.to(seen.outputs[0].device)]
+            torch.cat([output.flatten(0, 1) for output in seen.outputs]).index_select(
+                0, counted.to(seen.outputs[0].device)
+            )
             for seen in (mine, theirs)
         )
         alignment = self._alignment(_wide(made), _wide(wanted.to(made.device)))
         attention = attention_of(student, self._layer)
         similarity = alignment.new_zeros(())
-        if hasattr(attention, "forget_proj"):
-            decays = attention.log_decays(mine.inputs[0])
-            # NaN of no token at all must not enter the sum.
-            if bool(counted.any()):
-                similarity = gate_similarity(decays, counted.view(decays.shape[:2])) * counted.sum()
+        # NaN of no token at all must not enter the sum.
+        if hasattr(attention, "forget_proj") and len(counted):
+            decays = attention.log_decays(mine.inputs[0]).flatten(0, 1)
+            those = decays.index_select(0, counted.to(decays.device)).unsqueeze(0)
+            similarity = gate_similarity(those) * len(counted)
         return LayerSums(alignment, similarity, final.cross_entropy, final.kl, final.tokens)
 
     def _alignment(self, made: Tensor, wanted: Tensor) -> Tensor:
