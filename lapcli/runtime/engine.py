@@ -560,8 +560,8 @@ class Engine:
         """
         numbers = [configuration.converted for configuration in self.configurations]
         span = None if self._convertible is None else (numbers[0], numbers[-1])
-        self.steps.warm_up(self.steps.buckets, ["filtered"], [span])
         self.steps.seldom = True
+        self.steps.warm_up(self.steps.buckets, ["filtered"], [span])
 
     def nbytes(self) -> dict[str, int]:
         """Bytes on the device: `weights`, and of all rows `states`, `convolutions` and `attention`, keys and values.

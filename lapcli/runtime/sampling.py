@@ -1,5 +1,6 @@
 """The next token of each row, chosen on the device by the row's own logits, seed and position alone."""
 
+import copy
 from typing import Literal
 
 import torch
@@ -8,6 +9,10 @@ from torch import Tensor
 Mode = Literal["logits", "greedy", "draw", "filtered"]
 """What a step ends with: nothing, the likeliest token, one drawn from all, one drawn from some."""
 
+BYTES_A_SCORE = 48
+"""That drawing takes for each score while it is under way: what is sorted and its places, sums, noise and its hashes."""
+_SCORES = 2**21
+"""Of which so many are looked at together, 100 MB."""
 _MASK = 0xFFFFFFFF
 _LARGEST = 1 - 2.0**-24
 """The largest fp32 number under 1."""
@@ -32,6 +37,12 @@ class Choices:
         self.top_k = torch.zeros(rows, dtype=torch.int64, device=device)
         self.top_p = torch.ones(rows, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def of(self, first: int) -> "Choices":
+        """Those of the rows from one on; views."""
+        found = copy.copy(self)
+        found.temperature, found.top_k, found.top_p, found.seed = (tensor[first:] for tensor in self.tensors())
+        return found
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them."""
@@ -63,6 +74,21 @@ def choose(logits: Tensor, positions: Tensor, choices: Choices, mode: Mode) -> T
     """
     if mode == "greedy":
         return logits.argmax(dim=-1)
+    rows, most = len(logits), rows_together(logits.shape[-1])
+    if rows > most:
+        starts = range(0, rows, most)
+        parts = [_chosen(logits[at : at + most], positions[at : at + most], choices.of(at), mode) for at in starts]
+        return torch.cat(parts)
+    return _chosen(logits, positions, choices, mode)
+
+
+def rows_together(vocabulary: int) -> int:
+    """Rows whose tokens are drawn at a time: more take much memory, and are no faster."""
+    return max(1, _SCORES // vocabulary)
+
+
+def _chosen(logits: Tensor, positions: Tensor, choices: Choices, mode: Mode) -> Tensor:
+    """What `choose` does where tokens are drawn."""
     rows = len(logits)
     temperature = choices.temperature[:rows, None]
     scores = logits.float() / torch.where(temperature > 0, temperature, 1.0)

@@ -85,6 +85,7 @@ class Steps:
         self._graphs: dict[_Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._ahead: set[_Key] = set()
         self._next = -math.inf
+        self._logits: Tensor | None = None
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
     @property
@@ -218,4 +219,13 @@ class Steps:
         self.slots.fill_(-1)
         self.blocks.fill_(-1)
         self.positions.zero_()
-        return captured(lambda: self._step(rows, mode), self.device, self._memory)
+        return captured(lambda: self._kept_step(rows, mode), self.device, self._memory)
+
+    def _kept_step(self, rows: int, mode: Mode) -> Tensor:
+        """A step; of many graphs all have their logits in one place, which would else be each one's own for good."""
+        logits = self._step(rows, mode)
+        if not self.seldom:
+            return logits
+        if self._logits is None:
+            self._logits = logits.new_empty(self.rows, logits.shape[-1])
+        return self._logits[:rows].copy_(logits)

@@ -78,7 +78,7 @@ class StepCosts(Curve):
         configurations: that it has, by how much they convert.
         most: of the one with the most; `None` where there is one configuration.
         split_seconds: more of a step for each layer that is attention for some of its rows and states for others.
-        weights_bytes: of the model, all configurations together.
+        weights_bytes: of the model, all configurations together, and what a step takes beside rows.
         layer_bytes: of these, for each layer that is there twice.
         slot_bytes: of states, for each row that there is room for.
         total_bytes: that pages might take in the engine that was measured; 0 where it has none.
@@ -181,6 +181,8 @@ def measure_costs(
         base_bytes: of the weights of the unconverted model; 0 where there is no other.
         known: configurations that there are, where the engine holds the first and the last of them alone.
     """
+    from lapcli.serving.worker import beside_rows
+
     engine, piece = batch.engine, batch.piece or batch.together
     held = told_of(engine)
     least, most = held[0], held[-1]
@@ -191,6 +193,7 @@ def measure_costs(
     if other is not None and rows > 1:
         split = split_cost(batch, rows, (curve.steps[-1][1] + other.steps[-1][1]) / 2)
     weights = engine.nbytes()["weights"]
+    beside = beside_rows(engine, window, engine.device)
     return StepCosts(
         **vars(curve),
         model=model,
@@ -201,7 +204,7 @@ def measure_costs(
         configurations=tuple(_between_bytes(each, least, most) for each in known) or tuple(held),
         most=other,
         split_seconds=split,
-        weights_bytes=weights,
+        weights_bytes=weights + beside,
         layer_bytes=(weights - base_bytes) // most.converted if base_bytes and most.converted else 0,
         slot_bytes=engine.slot_bytes,
         total_bytes=engine.pages.count * engine.pages.page_bytes,

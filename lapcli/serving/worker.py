@@ -167,11 +167,28 @@ def _rows_of(
     engine: "Engine", settings: EngineSettings, device: "torch.device", weights: int
 ) -> tuple[int, int | None]:
     """Rows, and bytes of their pages, as `rows_that_fit` says by an engine of one row."""
+    weights += beside_rows(engine, settings.max_length, device)
     usual, longest = (
         [engine.row_bytes(tokens, each.name) for each in engine.configurations]
         for tokens in (usual_length(settings.max_length), settings.max_length)
     )
     return rows_that_fit(settings, device, weights, slot=engine.slot_bytes, usual=min(usual), longest=max(longest))
+
+
+def beside_rows(engine: "Engine", length: int, device: "torch.device") -> int:
+    """Bytes that a step may take beside weights and what rows have, on a GPU, where memory is kept to the byte.
+
+    A prompt that goes through in pieces lies in a cache of its own until it is in its pages; and where tokens are drawn
+    there are scores of many kinds for a while.
+    """
+    from lapcli.runtime.sampling import BYTES_A_SCORE, rows_together
+
+    if device.type != "cuda":
+        return 0
+    prompt = max(engine.row_bytes(length, each.name) for each in engine.configurations)
+    scores = min(MOST_ROWS, rows_together(engine.vocabulary)) * engine.vocabulary * BYTES_A_SCORE
+    # One set of logits for all graphs.
+    return prompt + scores + MOST_ROWS * engine.vocabulary * engine.dtype.itemsize
 
 
 def _load(settings: EngineSettings, source: "ModelSource", device: "torch.device | None") -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lapcli.errors import UsageError
+from lapcli.runtime import sampling
 from lapcli.runtime.sampling import Choices, choose, gumbel, mode_of
 from lapcli.runtime.settings import GenerationSettings
 
@@ -101,3 +102,22 @@ def test_noise_is_gumbel_and_differs_by_seed_position_and_token():
 def test_settings_that_make_no_sense(fields, word):
     with pytest.raises(UsageError, match=f"--{word}"):
         GenerationSettings(**fields)
+
+
+def test_many_rows_are_drawn_as_few_are(monkeypatch):
+    """In parts, since drawing takes fifty bytes a score: the tokens are those of all together."""
+    generator = torch.Generator().manual_seed(0)
+    choices = Choices(7, torch.device("cpu"))
+    choices.temperature.copy_(torch.tensor([0.0, 1.0, 0.7, 1.0, 2.0, 0.0, 1.0]))
+    choices.top_k.copy_(torch.tensor([0, 3, 0, 0, 5, 0, 0]))
+    choices.top_p.copy_(torch.tensor([1.0, 1.0, 0.5, 1.0, 0.9, 1.0, 1.0]))
+    choices.seed.copy_(torch.arange(7))
+    logits, positions = torch.randn(6, 50, generator=generator), torch.arange(6) + 9
+    for mode in ("draw", "filtered"):
+        whole = choose(logits, positions, choices, mode)
+        for scores, together in ((50, 1), (100, 2), (249, 4), (300, 6)):
+            monkeypatch.setattr(sampling, "_SCORES", scores)
+            assert sampling.rows_together(50) == together
+            assert torch.equal(choose(logits, positions, choices, mode), whole)
+        monkeypatch.undo()
+    assert sampling.rows_together(10**9) == 1
