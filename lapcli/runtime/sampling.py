@@ -10,7 +10,7 @@ Mode = Literal["logits", "greedy", "draw", "filtered"]
 """What a step ends with: nothing, the likeliest token, one drawn from all, one drawn from some."""
 
 BYTES_A_SCORE = 48
-"""That drawing takes for each score while it is under way: what is sorted and its places, sums, noise and its hashes."""
+"""That drawing takes for each score while it is under way: what is sorted and its places, sums, noise, hashes."""
 _SCORES = 2**21
 """Of which so many are looked at together, 100 MB."""
 _MASK = 0xFFFFFFFF
