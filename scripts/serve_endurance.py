@@ -33,6 +33,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--connections", type=int, default=0, help="streams that are open at one time, afterwards")
+    parser.add_argument("--seconds", type=float, help="after which no more of them are sent; default: all are")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--model", help="default: a tiny Gated DeltaNet")
     parser.add_argument("--seed", type=int, default=0)
@@ -42,7 +43,7 @@ async def main() -> None:
         with _server(model) as (url, process):
             found: dict[str, Any] = {"model": model}
             if asked.requests:
-                found["endurance"] = await endure(url, process, asked.requests, asked.concurrency, asked.seed)
+                found["endurance"] = await endure(url, process, asked)
             if asked.connections:
                 found["connections"] = await crowd(url, process, asked.connections)
     print(json.dumps(found, indent=1))
@@ -79,9 +80,10 @@ def _memory(process: psutil.Process) -> tuple[int, int]:
     return process.memory_info().rss, sum(child.memory_info().rss for child in process.children())
 
 
-async def endure(url: str, process: psutil.Process, requests: int, concurrency: int, seed: int) -> dict[str, Any]:
+async def endure(url: str, process: psutil.Process, asked: argparse.Namespace) -> dict[str, Any]:
     """Send requests, so many at a time, and watch memory."""
-    draw = random.Random(seed)
+    requests, concurrency = asked.requests, asked.concurrency
+    draw = random.Random(asked.seed)
     prompts = ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 120))) for _ in range(PROMPTS)]
     kinds = draw.choices(("whole", "stream", "broken off", "wrong", "scored"), (40, 30, 15, 5, 10), k=requests)
     statuses: Counter[str] = Counter()
@@ -93,17 +95,19 @@ async def endure(url: str, process: psutil.Process, requests: int, concurrency: 
     async def work(session: aiohttp.ClientSession) -> None:
         nonlocal done
         for number, kind in queue:
+            if asked.seconds is not None and time.monotonic() - begun > asked.seconds:
+                return
             statuses[f"{kind}: {await _ask(session, url, number, kind, draw, prompts)}"] += 1
             done += 1
-            if done % max(1, requests // 200) == 0:
+            if done % max(1, min(100, requests // 200)) == 0:
                 samples.append((done, *_memory(process)))
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(work(session) for _ in range(concurrency)))
     seconds = time.monotonic() - begun
-    judged = [sample for sample in samples if sample[0] > WARM * requests]
+    judged = [sample for sample in samples if sample[0] > WARM * done]
     return {
-        "requests": requests,
+        "requests": done,
         "concurrency": concurrency,
         "seconds": round(seconds, 1),
         "outcomes": dict(sorted(statuses.items())),
