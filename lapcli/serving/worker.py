@@ -112,6 +112,8 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     if rows > 1:
         engine = Engine(model, max_rows=rows, kv_bytes=kv_bytes, **room)
     piece = settings.piece or (_GPU_PIECE if device.type == "cuda" else _CPU_PIECE)
+    if device.type == "cuda":
+        warm_prompts(engine, piece)
     engine.warm_up_for_all()
     facts = {
         "max_length": settings.max_length,
@@ -124,6 +126,15 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
         "configurations": [each.document() for each in told_of(engine)],
     }
     return Batch(engine, tokenizer, together=piece, piece=piece), facts
+
+
+def warm_prompts(engine: "Engine", piece: int) -> None:
+    """Let prompts' kernels be compiled, and tuned, before a request waits for it: short ones and whole pieces."""
+    longest = max(1, min(piece, engine.max_length - 1))
+    for name in {engine.configurations[0].name, engine.configurations[-1].name}:
+        for tokens in {1, min(200, longest), longest}:
+            found = engine.prefill([engine.vocabulary // 2] * tokens, configuration=name)
+            engine.release(found.slot)
 
 
 def planned(settings: EngineSettings) -> dict[str, int]:

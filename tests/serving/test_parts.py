@@ -24,7 +24,7 @@ from lapcli.serving.policy import OneConfiguration
 from lapcli.serving.ray_app import build
 from lapcli.serving.settings import EngineSettings, Limits
 from lapcli.serving.texts import Texts, TooLong
-from lapcli.serving.worker import prepare, rows_that_fit, usual_length
+from lapcli.serving.worker import prepare, rows_that_fit, usual_length, warm_prompts
 from lapcli.testing.decoding import prompts_of
 from lapcli.testing.dual_state import tiny_teacher
 from lapcli.testing.models import byte_tokenizer
@@ -480,3 +480,20 @@ def test_limits_that_serve_nobody():
 def test_arguments_of_replicas_that_nobody_knows(arguments, word):
     with pytest.raises(UsageError, match=word):
         build(arguments)
+
+
+def test_prompts_are_tried_before_there_are_any(monkeypatch):
+    """Whole pieces and short ones, and nothing of them is left."""
+    engine = Engine(tiny_teacher("llama", vocab_size=300), max_rows=2, max_length=300)
+    lengths, prefill = [], engine.prefill
+
+    def noting(tokens, **options):
+        lengths.append(len(tokens))
+        return prefill(tokens, **options)
+
+    monkeypatch.setattr(engine, "prefill", noting)
+    for piece, wanted in ((256, [1, 200, 256]), (1000, [1, 200, 299]), (50, [1, 50])):
+        lengths.clear()
+        warm_prompts(engine, piece)
+        assert sorted(lengths) == wanted
+    assert (engine.slots.free, engine.pages.free) == (2, engine.pages.count)
