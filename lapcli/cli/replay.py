@@ -353,7 +353,7 @@ def _show_modes(figures: dict[str, dict[str, Any]], compared: dict[str, dict[str
     lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("layers converted, mean over tokens", lambda found: percent(found["share_converted"])),
         ("perplexity above the base's, mean over tokens", lambda found: percent(found["ppl_increase"])),
-        ("keys and values at most", lambda found: several(found["rows_peak_bytes"], 1 / 2**20, "MiB")),
+        ("keys, values and states in pages at most", lambda found: several(found["rows_peak_bytes"], 1 / 2**20, "MiB")),
         ("of", lambda found: several(found["rows_total_bytes"], 1 / 2**20, "MiB")),
         ("memory of the engine at most", lambda found: several(found.get("peak_memory_bytes"), 1 / 2**20, "MiB")),
         ("handed over", lambda found: f"{sum(found['switches'].values()):.0f}"),
@@ -372,7 +372,7 @@ def _show_modes(figures: dict[str, dict[str, Any]], compared: dict[str, dict[str
         "first_token_seconds": "first token, p95",
         "inter_token_seconds": "between tokens, p95",
         "answer_seconds": "answer, p99",
-        "rows_peak_bytes": "keys and values at most",
+        "rows_peak_bytes": "keys, values and states in pages at most",
     }
     if compared:
         rows = [
