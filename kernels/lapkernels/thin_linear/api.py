@@ -80,8 +80,9 @@ def thin_linear(
         gated: whether `f(x)` is `silu(gate) * up`.
         residual: `[B, N]`, what the result is added to.
         scale: factor on the result.
-        ready: whether the matrix was there before the kernel that was launched last, as a model's is: then it may be
-            read while that one still runs. Nothing changes on a GPU that cannot begin a kernel early.
+        ready: whether matrix, bias and the norm's weight were there before the kernel that was launched last, as a
+            model's are: then they may be read while that one still runs. Nothing changes on a GPU that cannot begin a
+            kernel early.
         impl: `auto` (see `select_impl`), `reference` or `triton`.
 
     Returns:

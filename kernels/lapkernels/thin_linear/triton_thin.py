@@ -59,24 +59,36 @@ def _thin(
     # The matrix first: it is long on its way, and most of it is what the layer takes.
     weight = tl.load(weight_rows + d[None, :], mask=row_mask & (d < D)[None, :], other=0.0,
                      eviction_policy="evict_first")  # fmt: skip
+    # What is needed last is asked for here too: behind the sums each program would wait for it once more.
+    WHOLE: tl.constexpr = BD >= D
+    if NORM and WHOLE:
+        gain = tl.load(norm_ptr + d, mask=d < D, other=0.0)
+    if BIAS:
+        bias = tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
     if READY:
         take_turn(EARLY)
     x_rows = x_ptr + b[:, None] * x_row
-    unit = tl.zeros((BB,), tl.float32) + 1.0
-    if NORM:
-        squares = tl.zeros((BB, BD), tl.float32)
-        for start in range(0, D, BD):
-            there = (b < rows)[:, None] & (start + d < D)[None, :]
-            x = tl.load(x_rows + (start + d)[None, :], mask=there, other=0.0).to(tl.float32)
-            squares += x * x
-        unit = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)
-    sums = tl.zeros((BB, BN, BD), tl.float32)
     ASK: tl.constexpr = AHEAD and BD < D
     there = (b < rows)[:, None] & (d < D)[None, :]
     raw = tl.load(x_rows + d[None, :], mask=there, other=0.0)  # [BB, BD]
     up = raw
     if GATED:
         up = tl.load(x_rows + D + d[None, :], mask=there, other=0.0)
+    written = (b < rows)[:, None] & (n < outputs)[None, :]
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + b[:, None] * residual_row + n[None, :], mask=written, other=0.0)
+    unit = tl.zeros((BB,), tl.float32) + 1.0
+    if NORM:
+        squares = tl.zeros((BB, BD), tl.float32)
+        if WHOLE:
+            squares = raw.to(tl.float32) * raw.to(tl.float32)
+        else:
+            for start in range(0, D, BD):
+                there = (b < rows)[:, None] & (start + d < D)[None, :]
+                x = tl.load(x_rows + (start + d)[None, :], mask=there, other=0.0).to(tl.float32)
+                squares += x * x
+        unit = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)
+    sums = tl.zeros((BB, BN, BD), tl.float32)
     for start in range(0, D, BD):
         at = start + d
         following, following_raw, following_up = weight, raw, up
@@ -99,7 +111,9 @@ def _thin(
         if GATED:
             x = x / (1.0 + tl.exp(-x)) * up.to(tl.float32)
         if NORM:
-            by = tl.load(norm_ptr + at, mask=at < D, other=0.0).to(tl.float32) + offset
+            if not WHOLE:
+                gain = tl.load(norm_ptr + at, mask=at < D, other=0.0)
+            by = gain.to(tl.float32) + offset
             x = x * unit[:, None] * by[None, :]
         x = x.to(weight.dtype).to(tl.float32)
         sums += weight.to(tl.float32)[None, :, :] * x[:, None, :]
@@ -107,12 +121,11 @@ def _thin(
             weight, raw, up = following, following_raw, following_up
     y = tl.sum(sums, axis=2)  # [BB, BN]
     if BIAS:
-        y += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+        y += bias[None, :]
     y = y * scale
-    there = (b < rows)[:, None] & (n < outputs)[None, :]
     if RESIDUAL:
-        y += tl.load(residual_ptr + b[:, None] * residual_row + n[None, :], mask=there, other=0.0).to(tl.float32)
-    tl.store(output_ptr + b[:, None] * outputs + n[None, :], y.to(output_ptr.dtype.element_ty), mask=there)
+        y += residual.to(tl.float32)
+    tl.store(output_ptr + b[:, None] * outputs + n[None, :], y.to(output_ptr.dtype.element_ty), mask=written)
 
 
 def thin_linear_triton(
