@@ -14,13 +14,15 @@ modes      `lapcli replay --modes`, each mode by itself, of the conversion `--mo
            the simulated latency of unconverted serving is 2.5 times that of an idle engine (or `--time-scale`).
 fixed      `demo:gdn` and its cut (`lapcli prune`), each answering as many requests at once as `--gdn-memory` holds, of
            `--burst` requests that are sent at once.
+near       unconverted serving under half that load, served and simulated: near saturation latencies multiply what step
+           costs differ by.
 endurance  `serve_endurance.py`, for `--endurance-seconds` at most.
 
 `write` puts the tables between the two marks in the page, or prints them where no page is named.
 
 One call on one H200: a minute for drawing and for step costs, three modes of about 45 s each (25 s of replay, a server
-that begins, and answers that are late), 30 s for each of two models, and many requests in what is left: 300 s. These
-are estimates; no part was run on a GPU yet.
+that begins, and answers that are late), 30 s for each of two models, and half the load and many requests in what is
+left: 300 s, or another call. These are estimates; no part was run on a GPU yet.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from studies.arguments import names_of
 
 __all__ = ["BEGIN", "END", "draw", "put", "rows_at_most", "write"]
 
-PARTS = ("modes", "fixed", "endurance")
+PARTS = ("modes", "fixed", "near", "endurance")
 
 
 def main(arguments: Iterable[str] | None = None) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _STEPS = 24
 _REPEATS = 5
 _PROMPT = 4
+_CPU_TOKENS = 2048
 _SPARE = 192
 """Tokens that rows of a measured step may still get, and are admitted by."""
 
@@ -258,11 +259,12 @@ def _measure_curve(batch: "Batch", rows: int, window: int, name: str | None) -> 
     passes.append(min(piece, window - 1))
     prompts = tuple((size, prompt_seconds(batch, [token] * size, name)) for size in passes)
     context_step = context_prompt = 0.0
-    if engine.limited and window > 512:
+    if engine.limited and window > 4 * _STEPS:
         far = window // 2
-        # A GPU reads the texts of many rows at a time, and of one no faster than its latencies allow.
-        need = engine.pages_of(far + _SPARE, name)
-        many = 1 if engine.device.type == "cpu" or not need else max(1, min(rows, engine.pages.count // need))
+        # A GPU reads the texts of many rows at a time, and of one no faster than its latencies allow. A CPU would take
+        # long to make them.
+        need, most = engine.pages_of(far + _SPARE, name), _CPU_TOKENS // far if engine.device.type == "cpu" else rows
+        many = max(1, min(rows, most, engine.pages.count // need if need else 1))
         more = step_seconds(batch, [name] * many, far, token) - _between(steps, many)
         context_step = max(0.0, more / many / far)
         context_prompt = max(0.0, _context_seconds(batch, token, far, passes[-1], prompts[-1][1], name))

@@ -195,9 +195,13 @@ class SimulatedEngine:
         least, most = min(converted), max(converted)
         split = self.costs.split_seconds * (most - least)
         shares = [number / self._most for number in converted]
-        by_row = zip(rows, shares, strict=True)
+        seen = [row.seen for row in rows]
+        if self.costs.device == "cpu":
+            # There texts are filled up to the longest.
+            seen = [max(seen)] * len(seen)
+        by_row = zip(seen, shares, strict=True)
         seconds = split + self.costs.step(
-            len(rows), sum(row.seen for row in rows), sum(shares), sum(row.seen * share for row, share in by_row)
+            len(rows), sum(seen), sum(shares), sum(tokens * share for tokens, share in by_row)
         )
         counted.steps += 1
         if least != most:

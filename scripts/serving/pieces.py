@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ SCALES = tuple(2.0 ** (-step / 2) for step in range(-4, 16))
 """Of the trace's time, from slow to fast, among which one is chosen."""
 LOADED = 2.5
 """Times the latency of an idle engine that unconverted serving has under the load that is chosen."""
+CALM = 2.0
+"""Times as slow as that load, where latencies do not multiply what step costs differ by."""
 _COMMON = 40.0
 """Seconds that a piece may take beside its replay: servers begin."""
 
@@ -51,15 +54,17 @@ class Evidence(Commands):
 
     def _part(self, _: int, part: str) -> bool:
         try:
-            return {"modes": self._modes, "fixed": self._fixed, "endurance": self._endurance}[part]()
+            if part in ("modes", "near"):
+                return self._modes(*((self.options.modes, 1.0) if part == "modes" else (["never"], CALM)))
+            return self._fixed() if part == "fixed" else self._endurance()
         except (RuntimeError, OSError, KeyError, ValueError) as error:
             self.say(f"{part}: {error}")
             return False
 
     # The modes of a conversion.
 
-    def _modes(self) -> bool:
-        """Each mode, simulated and served, under a load that costs measured here choose."""
+    def _modes(self, modes: Sequence[str], slower: float) -> bool:
+        """Each mode, simulated and served, under a load that costs measured here choose, so many times slower."""
         options, costs = self.options, self.work / "costs.json"
         model = options.model or draw(self.work / "drawn", shape=options.shape, **options.change)
         room = ["--memory", options.memory, "--max-length", str(options.max_length), "--dtype", options.dtype]
@@ -70,7 +75,7 @@ class Evidence(Commands):
             if self.lapcli(0, *first, *room) is None:
                 return False
             self.say("step costs are measured")
-        scale, requests = self._load(costs)
+        scale, requests = self._load(costs, slower)
         self.say(f"{requests} requests, in {scale:.3g} of the trace's time")
         common: Line = {
             "kind": MODES,
@@ -88,7 +93,7 @@ class Evidence(Commands):
         }
         done = True
         for served in (False, True):
-            for mode in options.modes:
+            for mode in modes:
                 line = {**common, "mode": mode, "served": served}
                 if key_of(line) in self.there:
                     continue
@@ -114,8 +119,15 @@ class Evidence(Commands):
                 self.say(f"{mode}, {'served' if served else 'simulated'}: {1e3 * mean:.1f} ms a token")
         return done
 
-    def _load(self, costs: Path) -> tuple[float, int]:
+    def _load(self, costs: Path, slower: float) -> tuple[float, int]:
         """A time scale at which unconverted serving is loaded by simulation, and requests for `--replay-seconds`."""
+        scale = self._loaded(costs) * slower
+        from lapcli.serving.replay_trace import read_trace
+
+        return scale, _within(read_trace(self.options.trace), scale, self.options.replay_seconds)
+
+    def _loaded(self, costs: Path) -> float:
+        """The first time scale of a row at which it is."""
         from lapcli.serving.costs import read_costs
         from lapcli.serving.modes import Wish, parse_modes
         from lapcli.serving.replay_modes import simulate_mode
@@ -125,7 +137,7 @@ class Evidence(Commands):
         options = self.options
         arrivals = read_trace(options.trace)
         if options.time_scale is not None:
-            return options.time_scale, _within(arrivals, options.time_scale, options.replay_seconds)
+            return options.time_scale
         found, (never,) = read_costs(costs), parse_modes("never")
         window = min(found.window, options.max_length)
         idle = None
@@ -138,8 +150,8 @@ class Evidence(Commands):
             mean = figures["normalised_seconds"]["mean"]
             idle = idle or mean
             if mean >= LOADED * idle:
-                return scale, requests
-        return SCALES[-1], requests
+                return scale
+        return SCALES[-1]
 
     # A model and its cut at one memory.
 

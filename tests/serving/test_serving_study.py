@@ -143,6 +143,22 @@ def test_pieces_that_are_there_are_not_measured_again(tmp_path, monkeypatch):
         assert {each[each.index("--requests") + 1] for each in replays} <= {"8"}
 
 
+def test_half_the_load_is_twice_the_time(tmp_path, monkeypatch):
+    lines = "".join(f"2023-11-16 18:15:{second:02}.0,{10},{2}\n" for second in range(40))
+    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + lines)
+    asked = []
+    monkeypatch.setattr(Pieces, "asked", asked, raising=False)
+    monkeypatch.setattr(study, "Evidence", Pieces)
+    _, arguments = options(tmp_path, "--parts", "near", "--model", str(tmp_path / "C"), "--replay-seconds", "20")
+    with pytest.raises(SystemExit):
+        study.main(arguments)
+    _, simulated, served = asked
+    for each in (simulated, served):
+        assert each[each.index("--time-scale") + 1] == "1"
+        assert each[each.index("--requests") + 1] == "21"
+        assert each[each.index("--modes") + 1] == "never"
+
+
 def test_a_drawn_conversion_is_one(tmp_path):
     root = study.draw(tmp_path / "drawn", shape="toy-llama", fraction=0.75, vocab_size=8192)
     found = find_conversion(str(root), Wish(max_ppl_increase="1"))
