@@ -104,7 +104,11 @@ def _show(found: "Diagnosis") -> None:
 
     facts = found.facts
     display.facts(None, _machine(found, facts))
-    display.table(None, ["kernel", "forward", "backward", "decode"], _rows(found.checks))
+    rows = _rows(found.checks)
+    absent = [row[0] for row in rows if set(row[1:]) <= {"-", "not here"}]
+    display.table(None, ["kernel", "forward", "backward", "decode"], [row for row in rows if row[0] not in absent])
+    if absent:
+        display.closing(f"  not here: {', '.join(absent)}")
     for use in found.uses:
         display.closing(f"  {use.work}: {use.name} ({use.reason})")
     for finding in found.findings:

@@ -19,6 +19,7 @@ import dsla_study as study  # noqa: E402
 from dsla.arms import ARMS, BASE, TEACHER  # noqa: E402
 from studies.commands import Commands  # noqa: E402
 
+from lapcli.artifacts.atomic import atomic_file  # noqa: E402
 from lapcli.cli.app import main  # noqa: E402
 from lapcli.data.builtin import heldout_builtin_text  # noqa: E402
 from lapcli.testing.dual_state import tiny_source  # noqa: E402
@@ -162,7 +163,9 @@ def faked(tmp_path, monkeypatch):
                 for each in range(3)
             ]  # fmt: skip
             document = {"prefixes": prefixes[:number], "teacher": {"perplexity": 8.0}, "rank_correlations": {}}
-            (place / "conversion.json").write_text(json.dumps(document))
+            # Whole at once, as by the command: it is read while it is written.
+            with atomic_file(place / "conversion.json") as temporary:
+                temporary.write_text(json.dumps(document))
         else:
             place = Path(arguments[arguments.index("--run") + 1])
             place.mkdir(parents=True, exist_ok=True)
