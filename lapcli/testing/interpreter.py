@@ -11,6 +11,8 @@ _UNTUNED = """
 import math, warnings
 import triton.runtime.autotuner as autotuner
 warnings.simplefilter("ignore")
+from lapkernels.testing_interpreter import quicken
+quicken()
 autotuner.Autotuner._bench = lambda self, *_, config, **__: [
     1 / math.prod(size for size in config.kwargs.values() if isinstance(size, int))
 ] * 3

@@ -22,12 +22,13 @@ def test_the_reference(name, dtype):
 def test_the_kernel_interpreted():
     """In a process of its own: triton reads the variable once. bf16 products are wrong in the interpreter."""
     program = (
+        "from lapkernels.testing_interpreter import quicken\nquicken()\n"
         "import torch\nfrom lapkernels.testing_attend import CASES, check\n"
         "for name in CASES:\n    check(name, 'triton', torch.float32)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -26,11 +26,13 @@ PARTS = {
     "neighbours": "t.check_poisoned(torch.float32)",
 }
 
+QUICKLY = "from lapkernels.testing_interpreter import quicken\nquicken()\n"
+
 
 def interpreted(program: str) -> None:
     """In a process of its own: triton reads the variable once. bf16 products are wrong in the interpreter."""
     done = subprocess.run(
-        [sys.executable, "-c", f"import torch\nimport lapkernels.testing_chunks as t\n{program}"],
+        [sys.executable, "-c", QUICKLY + f"import torch\nimport lapkernels.testing_chunks as t\n{program}"],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -43,6 +43,8 @@ def test_a_narrow_state():
 
 def test_the_kernel_interpreted():
     program = """
+        from lapkernels.testing_interpreter import quicken
+        quicken()
         import torch
         from lapkernels.dual_state_step import StepConfig
         from lapkernels.testing_dual import check_dual_step

@@ -43,6 +43,7 @@ def _run(program: str, **environment: str) -> str:
 def test_the_kernel_interpreted():
     """In fp16, whose products the interpreter gets right."""
     program = (
+        "from lapkernels.testing_interpreter import quicken\nquicken()\n"
         "import torch\nfrom lapkernels.few_linear import few_linear, few_swiglu\n"
         "from lapkernels.testing_few import SHAPES, check, check_gated\n"
         "for shape in SHAPES:\n"
@@ -55,7 +56,7 @@ def test_the_kernel_interpreted():
         "assert few_swiglu(x[:0], w, impl='triton').shape == (0, 35)\n"
         "assert few_swiglu(x, w[:0], impl='triton').shape == (3, 0)\n"
     )
-    _run(program, TRITON_INTERPRET="1")
+    _run(program, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.skipif(triton_version() is None, reason="triton is not installed")

@@ -49,6 +49,7 @@ def test_the_kernel_interpreted():
     """In a process of its own: triton reads the variable once."""
     program = (
         f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        "from lapkernels.testing_interpreter import quicken\nquicken()\n"
         "import torch\nfrom test_short_conv import SHAPES, check\n"
         "for shape in SHAPES:\n    check(shape, 'triton', torch.float32)\n"
     )

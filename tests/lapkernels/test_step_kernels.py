@@ -142,6 +142,8 @@ INTERPRETED = {
 @pytest.mark.parametrize("part", INTERPRETED)
 def test_the_kernels_interpreted(part):
     head = """
+        from lapkernels.testing_interpreter import quicken
+        quicken()
         import torch
         from lapkernels.decoding.configs import StepConfig, choose_apart
         from lapkernels.testing_steps import *

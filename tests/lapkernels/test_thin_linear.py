@@ -19,14 +19,19 @@ def test_the_reference(shape, dtype):
 
 
 def test_the_kernel_interpreted():
-    """In a process of its own: triton reads the variable once."""
+    """In a process of its own: triton reads the variable once. An interpreter that is quickened gives the same bits."""
     program = (
         "import torch\nfrom lapkernels.testing_thin import SHAPES, check\n"
+        "from lapkernels.testing_interpreter import quicken\nfrom lapkernels.thin_linear import thin_linear\n"
+        "x, weight = (torch.randn(*size) for size in ((3, 70), (5, 70)))\n"
+        "wanted = thin_linear(x, weight, impl='triton')\n"
+        "quicken()\n"
+        "assert torch.equal(thin_linear(x, weight, impl='triton'), wanted)\n"
         "for shape in SHAPES:\n    check(shape, 'triton', torch.float32)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
