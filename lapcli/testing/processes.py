@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +246,55 @@ def _fork(
     return process
 
 
+class _Offspring:
+    """Of the `subprocess.Popen` that `lapcli.launching` starts, what it needs: a fork of a process that is itself one.
+
+    That the launcher starts new interpreters is what its own tests test.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool,
+        preexec_fn: Callable[[], object] | None,
+    ) -> None:  # fmt: skip
+        interpreter, by_module, name, *arguments = command
+        assert (interpreter, by_module, name) == (sys.executable, "-m", "lapcli")
+        assert start_new_session
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_begin_here, args=(arguments, dict(env), preexec_fn)
+        )
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.pid is not None and self.poll() is None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _begin_here(arguments: list[str], environment: dict[str, str], prepare: Callable[[], object] | None) -> None:
+    """What lies between a fork and the program that `subprocess` would start."""
+    os.setsid()
+    if prepare is not None:
+        prepare()
+    # Handlers of the one that started it do not outlive an exec.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.argv = ["lapcli", *arguments]
+    from lapcli.cli.app import main
+
+    main()
+
+
 class _Files:
     """Open files, which have other numbers where they arrive."""
 
@@ -275,9 +324,11 @@ def _begin(
     import torch
 
     torch.set_num_threads(threads)
+    from lapcli import launching
     from lapcli.training import reload
 
     reload.subprocess = reload_here()
+    launching.subprocess = SimpleNamespace(Popen=_Offspring)
     sys.argv = ["-c" if program else "lapcli", *arguments]
     if program is None:
         from lapcli.cli.app import main
