@@ -5,6 +5,7 @@ server of `multiprocessing` imports them once, with one thread, and each process
 interpreter, its imports or what it leaves at its end are what is tested, `subprocess` is right.
 """
 
+import io
 import json
 import multiprocessing
 import multiprocessing.process
@@ -181,6 +182,85 @@ def launch_together(count: int, *arguments: object) -> subprocess.CompletedProce
     )
 
 
+class ForkedPopen:
+    """Of a `subprocess.Popen` of `python -m MODULE ARGUMENTS` what lapcli's own code needs, in a fork as `Forked` is.
+
+    For `subprocess_of_forks`. With a CUDA device in the machine it is a new interpreter.
+
+    Args:
+        command: the interpreter, `-m`, a module, and its arguments.
+        stdin: `subprocess.PIPE` or `DEVNULL`.
+        stdout: `subprocess.PIPE`.
+        stderr: an open file.
+        env: all of the environment.
+        options: what a fork has no use for: it is in a session of the server of forks, and ends with that.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, stdin: int, stdout: int, stderr: IO[bytes], env: Mapping[str, str],
+        **options: Any,
+    ) -> None:  # fmt: skip
+        interpreter, by_module, module, *arguments = command
+        assert (interpreter, by_module, stdout) == (sys.executable, "-m", subprocess.PIPE)
+        self.stdin: IO[bytes] | None = None
+        if _has_cuda():
+            self._process: Any = subprocess.Popen(
+                command, stdin=stdin, stdout=stdout, stderr=stderr, env=dict(env), **options
+            )
+            self.stdin, self.stdout = self._process.stdin, self._process.stdout
+            return
+        program = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+        with ExitStack() as theirs:
+            if stdin == subprocess.PIPE:
+                reader, writer = os.pipe()
+                given = theirs.enter_context(open(reader, "rb"))
+                self.stdin = open(writer, "wb", 0)
+            else:
+                given = theirs.enter_context(open(os.devnull, "rb"))
+            reader, writer = os.pipe()
+            told = theirs.enter_context(open(writer, "wb"))
+            self.stdout: IO[bytes] | None = open(reader, "rb")
+            self._process = _fork(arguments, program, dict(env), 1, (given, told, stderr))
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, the negative number of the signal that ended it, or None while it runs."""
+        return self._process.poll() if isinstance(self._process, subprocess.Popen) else self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after so many seconds.
+        """
+        if isinstance(self._process, subprocess.Popen):
+            return self._process.wait(timeout)
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def subprocess_of_forks() -> SimpleNamespace:
+    """What modules that start lapcli's own may have as `subprocess`, where what is started is tested elsewhere."""
+    kept = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
+    return SimpleNamespace(Popen=ForkedPopen, **kept)
+
+
 def reload_here() -> SimpleNamespace:
     """What `lapcli.training.reload` may have as `subprocess`, so that it compares in this process.
 
@@ -318,9 +398,14 @@ def _begin(
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
-    for number, file in enumerate(files.files, 1):
+    for number, file in enumerate(files.files, 3 - len(files.files)):
         os.dup2(file, number)
         os.close(file)
+    if len(files.files) == 3:
+        # multiprocessing leaves a closed one.
+        sys.stdin = open(0, closefd=False)
+    if environment.get("PYTHONUNBUFFERED") and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(write_through=True)
     import torch
 
     torch.set_num_threads(threads)

@@ -83,7 +83,7 @@ def test_interrupted_they_end_together_and_keep_what_is_whole(tiny_folder, tmp_p
     (tmp_path / "a.txt").write_text("One line.\n")
     file = tmp_path / "run" / "evaluation.json"
     command = [
-        "eval", f"text:{tmp_path}/a.txt", "niah", "--limit", "5000", "--model", tiny_folder, "--device", "cpu",
+        "eval", f"text:{tmp_path}/a.txt", "niah", "--limit", "1000", "--model", tiny_folder, "--device", "cpu",
         "--run", tmp_path / "run",
     ]  # fmt: skip
     process = Forked(*command, "--gpus", "2")

@@ -11,6 +11,7 @@ from lapcli.errors import UsageError
 from lapcli.serving.replay_engines import started
 from lapcli.serving.replay_modes import served_figures
 from lapcli.testing.dual_state import tiny_conversion
+from lapcli.testing.processes import subprocess_of_forks
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,7 @@ def test_metrics_become_figures():
 
 def test_a_trace_in_two_modes(monkeypatch, capsys, trace, conversion, tmp_path):
     """Each server is started, replayed against and ended; files hold every request of each."""
+    monkeypatch.setattr("lapcli.serving.replay_engines.subprocess", subprocess_of_forks())
     output = tmp_path / "modes.json"
     options = [
         "--turns",

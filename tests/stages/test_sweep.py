@@ -23,6 +23,7 @@ from lapcli.sweeps.pool import Pool, Slot
 from lapcli.sweeps.record import SweepDirectory, read_sweep
 from lapcli.sweeps.work import Job
 from lapcli.testing.models import tiny_delta_net
+from lapcli.testing.processes import subprocess_of_forks
 
 CPU = Machine(device="cpu")
 
@@ -217,7 +218,8 @@ def stamps(directory, names_):
     return {path: path.stat().st_mtime_ns for path in files}
 
 
-def test_a_failing_cell_a_second_try_and_a_third(plan):
+def test_a_failing_cell_a_second_try_and_a_third(plan, monkeypatch):
+    monkeypatch.setattr("lapcli.sweeps.pool.subprocess", subprocess_of_forks())
     axes = {"method": ["drrqr", "grad"], "ratio": ["0.25", "0.5"]}
     first, directory = plan(**axes)
     assert first.document()["calibration_tokens"] == 8 * 64
