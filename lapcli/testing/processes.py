@@ -214,12 +214,12 @@ class ForkedPopen:
             if stdin == subprocess.PIPE:
                 reader, writer = os.pipe()
                 given = theirs.enter_context(open(reader, "rb"))
-                self.stdin = open(writer, "wb", 0)
+                self.stdin = os.fdopen(writer, "wb", 0)
             else:
                 given = theirs.enter_context(open(os.devnull, "rb"))
             reader, writer = os.pipe()
             told = theirs.enter_context(open(writer, "wb"))
-            self.stdout: IO[bytes] | None = open(reader, "rb")
+            self.stdout: IO[bytes] | None = os.fdopen(reader, "rb")
             self._process = _fork(arguments, program, dict(env), 1, (given, told, stderr))
 
     @property
@@ -403,7 +403,7 @@ def _begin(
         os.close(file)
     if len(files.files) == 3:
         # multiprocessing leaves a closed one.
-        sys.stdin = open(0, closefd=False)
+        sys.stdin = os.fdopen(0, closefd=False)
     if environment.get("PYTHONUNBUFFERED") and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(write_through=True)
     import torch

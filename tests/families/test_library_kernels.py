@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lapcli.families.library_kernels import choose_by_device, differentiate_without, kernels_of
 from lapcli.families.loading import load_model, resolve_model
+from lapcli.testing.processes import run_forked
 from lapcli.testing.stock_models import tiny_stock_model
 
 MODEL_TYPES = ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2", "qwen3_next"]
@@ -54,10 +55,12 @@ torch.save(found, sys.argv[4])
 
 def run(folder, packages):
     target = folder / f"with-{packages and packages.name}.pt"
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder), str(packages or ""), " ".join(MODEL_TYPES), str(target)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    given = [str(folder), str(packages or ""), " ".join(MODEL_TYPES), str(target)]
+    if packages is None:
+        done = run_forked(*given, program=RUN)
+    else:
+        # What is looked up at the import of transformers finds them.
+        done = subprocess.run([sys.executable, "-c", RUN, *given], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return torch.load(target)
 
