@@ -69,9 +69,9 @@ def to_dsla(
     kernel_choice(kernel, machine.torch_device(), machine.torch_dtype(source.config), needs_gradient=True)
     settings = _settings(source, given, base)
     share = fraction or (DEFAULT_FRACTION if base is None else base.fraction)
-    plan = plan_linearising(source, settings, share, output, overwrite=overwrite)
     if base is not None:
         tasks, limit = base.tasks if tasks is None else tasks, base.limit if limit is None else limit
+    plan = plan_linearising(source, settings, share, output, overwrite=overwrite, tasks=tasks or ())
     if dry_run:
         display.would_do(plan.document(), as_json)
         return

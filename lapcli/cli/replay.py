@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Results = dict[str, "tuple[dict[str, Any], list[Outcome]]"]
 """By mode: figures, and what came of each request."""
 
+_BEGINNING = b'{"trace": '
+"""Of a file that a replay wrote."""
 _LOAD = "The load"
 _SIMULATION = "Simulation"
 _ENGINE = "Engines that are started or simulated here"
@@ -137,6 +139,8 @@ def run(
         raise UsageError(f"--turns {turns}: 0 (no history) to 100")
     if output is not None and not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    if output is not None:
+        _check_output(output)
     wish = Wish(None, None, max_ppl_increase, caps, offload)
     size = None if memory is None else memory_bytes(memory)
     engine = Engines(model, size, max_length, max_rows, max_waiting, device, dtype, replicas)
@@ -164,12 +168,13 @@ def run(
     else:
         results = _serve_modes(said, chosen, wish, engine, tokenizer, seed, output, reporter)
     document = {**head, **_together(results, chosen is not None)}
-    if output is not None:
-        _write(output, document, results)
     if as_json:
         display.emit(document)
     elif not quiet:
         _show(head, {name: found for name, (found, _) in results.items()}, document.get("compared"))
+    # Last: what took long is shown whatever becomes of the file.
+    if output is not None:
+        _write(output, document, results)
 
 
 def _would_simulate(engine: "Engines", file: Path, modes: "list[Mode] | None", wish: "Wish") -> dict[str, Any]:
@@ -290,6 +295,19 @@ def _together(results: Results, several: bool) -> dict[str, Any]:
     if not several:
         return next(iter(figures.values()))
     return {"modes": figures, "compared": compared(figures)}
+
+
+def _check_output(file: Path) -> None:
+    """Refuse a folder, and a file that is no result of a replay, whose place the result would take."""
+    from lapcli.errors import ArtifactError
+
+    hint = "name another file with --output"
+    if file.is_dir():
+        raise ArtifactError(f"{file} is a folder", hint)
+    if file.exists():
+        with file.open("rb") as there:
+            if not there.read(64).startswith(_BEGINNING):
+                raise ArtifactError(f"{file} is there, but `lapcli replay` did not write it", hint)
 
 
 def _write(file: Path, document: dict[str, Any], results: Results) -> None:

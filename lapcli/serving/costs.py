@@ -1,6 +1,7 @@
 """What steps and prompts cost an engine here: measured once, for simulations of what cannot be run."""
 
 import json
+import math
 import statistics
 import time
 from bisect import bisect_left
@@ -146,9 +147,31 @@ def read_costs(path: Path) -> StepCosts:
             document["most"] = Curve(**{**document["most"], **_curve(document["most"])})
         document["front"] = FrontCosts(**document.get("front", {}))
         told = tuple(map(Configuration.of, document.get("configurations", ())))
-        return StepCosts(**{**document, "configurations": told or (ONE,)})
+        found = StepCosts(**{**document, "configurations": told or (ONE,)})
+        _check_numbers(found)
+        return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} holds no step costs: {error}", "delete it, and they are measured again") from error
+
+
+def _check_numbers(costs: StepCosts) -> None:
+    """Refuse what no engine costs: figures of another kind, below 0 or not finite, and steps that take no time."""
+    curves: list[Curve] = [costs] if costs.most is None else [costs, costs.most]
+    for curve in curves:
+        if not all(size >= 1 and 0 < seconds < math.inf for size, seconds in curve.steps):
+            raise ValueError("steps of no rows or no time")
+        if not all(size >= 1 and 0 <= seconds < math.inf for size, seconds in curve.prompts):
+            raise ValueError("prompts of no tokens, or of no time that there is")
+    told: dict[str, Any] = {**costs.front._asdict(), **vars(curves[-1]), **vars(costs)}
+    usual: dict[str, Any] = {**NO_FRONT._asdict(), **vars(StepCosts((), ()))}
+    for name, value in told.items():
+        kind, least = type(usual[name]), 1 if name in ("rows", "window", "piece") else 0
+        if kind is str and not isinstance(value, str):
+            raise ValueError(f"{name} is {value!r}, no text")
+        if kind in (int, float):
+            number = float(value) if type(value) in (int, kind) else math.nan
+            if not least <= number < math.inf:
+                raise ValueError(f"{name} is {value!r}, no number from {least} on")
 
 
 def _curve(document: dict[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def plan_linearising(
     *,
     output: Path | None = None,
     overwrite: bool = False,
+    tasks: Sequence[str] = (),
 ) -> LinearisingPlan:
     """Check a request and say what it means, without reading weights or text.
 
@@ -96,6 +97,7 @@ def plan_linearising(
         root: the directory of the conversion.
         output: of the model; by default in that directory.
         overwrite: whether a conversion of other inputs gives way.
+        tasks: that each new prefix is to be measured on.
 
     Raises:
         LapcliError: whatever the conversion would refuse and can be known now.
@@ -113,8 +115,9 @@ def plan_linearising(
         check_length(source, part.seq_len)
         for each in parse_mixture(part.data):
             check_source(each.name)
-    if settings.order.startswith("task:"):
-        infos = expand(parse_tasks([settings.order.removeprefix("task:")]))
+    ordering = [settings.order.removeprefix("task:")] if settings.order.startswith("task:") else []
+    if ordering or tasks:
+        infos = expand(parse_tasks([*ordering, *tasks]))
         check_names([info.harness_name for info in infos if info.harness_name is not None])
     shape, place = Shape.of(source.config), Place(root)
     number = layers_of(fraction, shape.layers)

@@ -241,6 +241,8 @@ def test_what_is_refused_before_any_work(source, text, tmp_path):
         plan_linearising(source, settings(text), "30", tmp_path / "out")
     with pytest.raises(FamilyError, match="no attention that can become dual-state"):
         plan_linearising(resolve_model("demo:gdn"), settings(text), "0.3", tmp_path / "out")
+    with pytest.raises(UsageError, match="no task is called 'nosuch'"):
+        plan_linearising(source, settings(text), "0.3", tmp_path / "out", tasks=["nosuch"])
     no_room = settings(text, layer={"window": "equal", "sinks": 20})
     with pytest.raises(UsageError, match="20 sinks take the memory"):
         plan_linearising(source, no_room, "0.3", tmp_path / "out")

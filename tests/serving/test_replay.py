@@ -222,6 +222,14 @@ def test_costs_are_measured_written_and_read(folder, tmp_path):
         (tmp_path / "broken").write_text(text)
         with pytest.raises(DataError, match="no step costs"):
             read_costs(tmp_path / "broken")
+    whole = json.loads((tmp_path / "costs.json").read_text())
+    for change in (
+        {"rows": "3"}, {"rows": 0}, {"rows": 2.5}, {"model": 1}, {"context_step": -1e-9}, {"slot_bytes": None},
+        {"steps": [[1, -0.1]]}, {"prompts": [[1, math.nan]]}, {"front": {"token": math.inf}},
+    ):  # fmt: skip
+        (tmp_path / "broken").write_text(json.dumps({**whole, **change}))
+        with pytest.raises(DataError, match="no step costs"):
+            read_costs(tmp_path / "broken")
 
 
 def test_a_replay_against_a_server(scripted):
@@ -300,6 +308,8 @@ def test_the_command(monkeypatch, capsys, trace, tmp_path, scripted):
         (["--url", "ftp://here"], "begins with http://"),
         (["--url", "http://127.0.0.1:9"], "no server answers"),
         (["--output", "no/such/folder.json"], "no folder"),
+        (["--output", "."], ". is a folder"),
+        (["--dry-run", "--output", "costs.json"], "`lapcli replay` did not write it"),
     ],
     ids=" ".join,
 )
