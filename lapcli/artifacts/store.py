@@ -243,6 +243,33 @@ def _parse(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path} has a header that is no JSON: {error}") from error
 
 
+def is_marked(path: Path, mark: bytes) -> bool:
+    """Whether what a command writes stands at the beginning of a file."""
+    try:
+        with path.open("rb") as file:
+            return mark in file.read(200)
+    except OSError:
+        return False
+
+
+def refuse_unmarked(path: Path, mark: bytes, command: str) -> None:
+    """Refuse a folder, and a file whose place the results of a command would take though it did not write it.
+
+    Args:
+        path: where results are to go.
+        mark: that stands at the beginning of a file of results.
+        command: that writes them, with an `--output`.
+
+    Raises:
+        ArtifactError: naming it.
+    """
+    hint = "name another file with --output"
+    if path.is_dir():
+        raise ArtifactError(f"{path} is a folder", hint)
+    if path.exists() and not is_marked(path, mark):
+        raise ArtifactError(f"{path} is there, but `{command}` did not write it", hint)
+
+
 def refuse_foreign(path: Path) -> None:
     """Refuse to replace a file that lapcli cannot have written; a damaged artifact of its own may go.
 

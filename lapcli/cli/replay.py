@@ -123,6 +123,7 @@ def run(
     """Send each request when it is due, whatever became of those before, and print latencies and throughput."""
     import asyncio
 
+    from lapcli.artifacts import refuse_unmarked
     from lapcli.cli import display
     from lapcli.serving.modes import Wish, parse_modes
     from lapcli.serving.replay_client import DEFAULT_URL
@@ -140,7 +141,7 @@ def run(
     if output is not None and not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
     if output is not None:
-        _check_output(output)
+        refuse_unmarked(output, _BEGINNING, "lapcli replay")
     wish = Wish(None, None, max_ppl_increase, caps, offload)
     size = None if memory is None else memory_bytes(memory)
     engine = Engines(model, size, max_length, max_rows, max_waiting, device, dtype, replicas)
@@ -295,19 +296,6 @@ def _together(results: Results, several: bool) -> dict[str, Any]:
     if not several:
         return next(iter(figures.values()))
     return {"modes": figures, "compared": compared(figures)}
-
-
-def _check_output(file: Path) -> None:
-    """Refuse a folder, and a file that is no result of a replay, whose place the result would take."""
-    from lapcli.errors import ArtifactError
-
-    hint = "name another file with --output"
-    if file.is_dir():
-        raise ArtifactError(f"{file} is a folder", hint)
-    if file.exists():
-        with file.open("rb") as there:
-            if not there.read(64).startswith(_BEGINNING):
-                raise ArtifactError(f"{file} is there, but `lapcli replay` did not write it", hint)
 
 
 def _write(file: Path, document: dict[str, Any], results: Results) -> None:

@@ -162,9 +162,9 @@ def _check_numbers(costs: StepCosts) -> None:
             raise ValueError("steps of no rows or no time")
         if not all(size >= 1 and 0 <= seconds < math.inf for size, seconds in curve.prompts):
             raise ValueError("prompts of no tokens, or of no time that there is")
-    told: dict[str, Any] = {**costs.front._asdict(), **vars(curves[-1]), **vars(costs)}
     usual: dict[str, Any] = {**NO_FRONT._asdict(), **vars(StepCosts((), ()))}
-    for name, value in told.items():
+    told = (costs.front._asdict(), *map(vars, curves))
+    for name, value in (item for part in told for item in part.items()):
         kind, least = type(usual[name]), 1 if name in ("rows", "window", "piece") else 0
         if kind is str and not isinstance(value, str):
             raise ValueError(f"{name} is {value!r}, no text")

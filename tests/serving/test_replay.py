@@ -226,6 +226,7 @@ def test_costs_are_measured_written_and_read(folder, tmp_path):
     for change in (
         {"rows": "3"}, {"rows": 0}, {"rows": 2.5}, {"model": 1}, {"context_step": -1e-9}, {"slot_bytes": None},
         {"steps": [[1, -0.1]]}, {"prompts": [[1, math.nan]]}, {"front": {"token": math.inf}},
+        {"most": {"steps": whole["steps"], "prompts": whole["prompts"], "context_step": -1.0}},
     ):  # fmt: skip
         (tmp_path / "broken").write_text(json.dumps({**whole, **change}))
         with pytest.raises(DataError, match="no step costs"):

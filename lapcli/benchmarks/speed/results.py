@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from lapcli.artifacts.atomic import atomic_file
+from lapcli.artifacts import atomic_file, is_marked, refuse_unmarked
 from lapcli.errors import ArtifactError
 from lapkernels.timing import Timing
 
 SCHEMA = 1
+_MARK = b'"kind": "speed"'
 Status = Literal["measured", "out of memory", "wrong", "failed", "not here", "no time"]
 
 
@@ -205,19 +206,12 @@ def check_output(path: Path) -> None:
     above = next((parent for parent in path.absolute().parents if parent.exists()), None)
     if above is None or not above.is_dir():
         raise ArtifactError(f"{path} lies in {above}, which is no folder", hint)
-    if path.is_dir():
-        raise ArtifactError(f"{path} is a folder", hint)
-    if path.exists() and not is_results(path):
-        raise ArtifactError(f"{path} is there, but `lapcli bench` did not write it", hint)
+    refuse_unmarked(path, _MARK, "lapcli bench")
 
 
 def is_results(path: Path) -> bool:
     """Whether a file begins as results do."""
-    try:
-        with path.open("rb") as file:
-            return b'"kind": "speed"' in file.read(200)
-    except OSError:
-        return False
+    return is_marked(path, _MARK)
 
 
 def machine_facts(device: torch.device, copy_bytes: float, product_flops: float) -> dict[str, Any]:
