@@ -323,6 +323,13 @@ def _ssd_step(device: torch.device) -> Iterator[Trial]:
     )  # fmt: skip
 
 
+def _each(implementations: Sequence[str], device: torch.device) -> Iterator[tuple[str, torch.dtype]]:
+    """Each of them by its name, and the dtype that it is checked in: a GPU's kernels are used with bf16."""
+    for impl in implementations:
+        if impl != "auto":
+            yield impl, torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+
+
 def _steps(
     operator: str,
     step: Any,
@@ -346,10 +353,7 @@ def _steps(
     from lapkernels.testing_steps import follow
 
     first = next(iter(cases))
-    for impl in implementations:
-        if impl == "auto":
-            continue
-        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+    for impl, dtype in _each(implementations, device):
         for variant, whole in cases.items():
             more = (torch.bfloat16,) if impl != "reference" and variant == first else ()
             for state_dtype in (torch.float32, *more):
@@ -383,10 +387,7 @@ def _attend_step(device: torch.device) -> Iterator[Trial]:
     from lapkernels.attend_step import IMPLEMENTATIONS, attend_step, why_not
     from lapkernels.testing_attend import case, oracle
 
-    for impl in IMPLEMENTATIONS:
-        if impl == "auto":
-            continue
-        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+    for impl, dtype in _each(IMPLEMENTATIONS, device):
         for variant in ("grouped heads, a padding row", "a window"):
 
             def run(impl: str = impl, variant: str = variant, dtype: torch.dtype = dtype) -> list[Precision]:
@@ -421,10 +422,7 @@ def _norm(device: torch.device) -> Iterator[Trial]:
             "swiglu": gate / (1 + (-gate).exp()) * up,
         }
 
-    for impl in IMPLEMENTATIONS:
-        if impl == "auto":
-            continue
-        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+    for impl, dtype in _each(IMPLEMENTATIONS, device):
 
         def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
             generator = torch.Generator().manual_seed(0)
@@ -472,10 +470,7 @@ def _thin_linear(device: torch.device) -> Iterator[Trial]:
         product, gated_product = (inner.to(dtype).double() @ weight.t() for inner in (normed, gated))
         return {"normed": product, "gated": residual + 0.5 * (gated_product + bias)}
 
-    for impl in IMPLEMENTATIONS:
-        if impl == "auto":
-            continue
-        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+    for impl, dtype in _each(IMPLEMENTATIONS, device):
 
         def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
             given = draw(dtype)
@@ -517,10 +512,7 @@ def _few_linear(device: torch.device) -> Iterator[Trial]:
         gate, up = product.chunk(2, dim=-1)
         return gate / (1 + (-gate).exp()) * up
 
-    for impl in IMPLEMENTATIONS:
-        if impl == "auto":
-            continue
-        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+    for impl, dtype in _each(IMPLEMENTATIONS, device):
 
         def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
             given = draw(dtype)
@@ -548,10 +540,7 @@ def _greedy_token(device: torch.device) -> Iterator[Trial]:
     from lapkernels.greedy_token import IMPLEMENTATIONS, greedy_token, why_not
     from lapkernels.testing_greedy import first_largest, rows_of
 
-    for impl in IMPLEMENTATIONS:
-        if impl == "auto":
-            continue
-        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+    for impl, dtype in _each(IMPLEMENTATIONS, device):
 
         def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
             logits = rows_of(1000, dtype, str(device))
@@ -575,10 +564,7 @@ def _short_conv(device: torch.device) -> Iterator[Trial]:
     from lapkernels.short_conv import IMPLEMENTATIONS, short_conv, why_not
 
     rows, time, channels, taps = 2, 70, 130, 4
-    for impl in IMPLEMENTATIONS:
-        if impl == "auto":
-            continue
-        dtype = torch.bfloat16 if impl != "reference" and device.type == "cuda" else torch.float32
+    for impl, dtype in _each(IMPLEMENTATIONS, device):
 
         def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
             generator = torch.Generator().manual_seed(0)

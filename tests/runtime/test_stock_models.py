@@ -126,15 +126,19 @@ def test_few_rows_within_products(models, monkeypatch):
     engine = Engine(model, max_rows=3, max_length=64, thin=2)
     if name in BY_THE_LIBRARY:
         return
+    _three_rows_and_two(engine, reference, calls)
+    direct = sum(isinstance(sub.part, DirectPart) and sub.after is None for sub in engine.plan.sublayers)
+    assert len(calls) == 2 * direct + 1
+
+
+def _three_rows_and_two(engine, reference, calls):
+    """A step of three rows, more than there are such calls for, and one of two: logits of whole prompts."""
     rows = prompts_of(4, 9, 2)
     bound = tolerance(reference, rows)
     slots = [found.slot for found in engine.prefill_rows(rows)]
     engine.step([5, 6, 7], slots)
-    # More rows than that: nothing is thin.
     assert not calls
     found = engine.step([8, 9], slots[:2])
-    direct = sum(isinstance(sub.part, DirectPart) and sub.after is None for sub in engine.plan.sublayers)
-    assert len(calls) == 2 * direct + 1
     for row, taken, logits in zip(rows, ((5, 8), (6, 9)), found, strict=False):
         assert distance(logits, full_logits(reference, [*row, *taken])) < bound
 
@@ -152,20 +156,13 @@ def test_products_of_few_rows(models, few_products):
     engine = Engine(model, max_rows=3, max_length=64, few=2)
     if name in BY_THE_LIBRARY:
         return
-    rows = prompts_of(4, 9, 2)
-    bound = tolerance(reference, rows)
-    slots = [found.slot for found in engine.prefill_rows(rows)]
-    engine.step([5, 6, 7], slots)
-    assert not few_products
-    found = engine.step([8, 9], slots[:2])
+    _three_rows_and_two(engine, reference, few_products)
     split = sum(isinstance(sub.part, SplitPart) and sub.after is None for sub in engine.plan.sublayers)
     assert few_products.count(True) == split
     # Parts within others, or with a norm behind them, leave no sum.
     assert len(few_products) >= 2 * split + 1
     parts = [sub.part for sub in engine.plan.sublayers]
     assert few_products.count("gated") == sum(map(_gated_mlps, parts))
-    for row, taken, logits in zip(rows, ((5, 8), (6, 9)), found, strict=False):
-        assert distance(logits, full_logits(reference, [*row, *taken])) < bound
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "qwen3_next", "mamba2"])
