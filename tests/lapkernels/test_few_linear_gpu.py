@@ -151,10 +151,10 @@ def test_the_norm_of_shares(splits, rows):
     assert all(map(torch.equal, found, early))
     wanted = residual.double() + shares.double().sum(0)
     assert found.output.dtype == found.residual.dtype == BF16
-    # One rounding, of at most 2^-9 of the sum, beside those of fp32 in making it.
+    # One rounding, of at most 2^-8 of the sum, beside those of fp32 in making it.
     summands = residual.double().abs() + shares.double().abs().sum(0)
     assert bool(
-        ((found.residual.double() - wanted).abs() <= 2**-9 * wanted.abs() + (splits + 1) * 2**-24 * summands).all()
+        ((found.residual.double() - wanted).abs() <= 2**-8 * wanted.abs() + (splits + 1) * 2**-24 * summands).all()
     )
     # More warps add up in another order, so that what is rounded may fall on the other side.
     again = rms_norm(found.residual, gain, impl="triton").output
