@@ -4,6 +4,7 @@ tables of docs/q-delta.md, from the commands a user would type.
 
 python scripts/query_feedback_study.py prepare TEXTS text.jsonl.xz
 python scripts/query_feedback_study.py throughput --work DIR --output runs.jsonl --gpus 1
+python scripts/query_feedback_study.py pilot --work DIR --text text.jsonl.xz --output runs.jsonl --gpus 1 --workers 5
 python scripts/query_feedback_study.py run --work DIR --text text.jsonl.xz --output runs.jsonl --gpus 1 --workers 8
 python scripts/query_feedback_study.py recover --work DIR --text text.jsonl.xz --output runs.jsonl --gpus 1 --workers 8
 python scripts/query_feedback_study.py write runs.jsonl docs/q-delta.md
@@ -13,7 +14,9 @@ python scripts/query_feedback_study.py ship runs.jsonl --work DIR --output lapcl
 occur in the held-out part of `builtin`, on which models are measured.
 
 `throughput` runs `lapcli bench prefill` with the kinds' configs and random weights; the device should have nothing
-else to do. `run` makes a corpus of recall documents beside the text, and starts `lapcli train` and `lapcli eval`.
+else to do. `pilot` trains Gated DeltaNet alone on several mixtures of text and recall, so that the study is done on one
+from which such a model learns to recall at all. `run` makes recall documents beside the text, and starts `lapcli train`
+and `lapcli eval`.
 `recover` cuts a model (`demo:gdn`, or a kind that `run` trained, of the seed at hand) and recovers the slice with and
 without query feedback, at the same budget; the unpruned model trained alike is the control, and the models before
 training are measured too. All processes are lapcli's, `--workers` at a time, spread over the GPUs.
@@ -53,20 +56,18 @@ without.
 import argparse
 import hashlib
 import json
-import os
-import random
 import sys
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from query_feedback.lines import TRAINING, key_of, read_lines
+from query_feedback.corpora import MIXTURE, MIXTURES, RECOVERED_ON, mixture, recall_corpora, recall_shard
+from query_feedback.lines import PILOT, TRAINING, key_of, read_lines
 from query_feedback.recovering import Recoveries
 from query_feedback.shipping import ship
 from query_feedback.tables import BEGIN, END, put, write
 from query_feedback.throughput import Throughput
-from query_feedback.variants import LENGTHS, NEEDLES, PROMPTS, SHARES, TRAINED, VARIANTS, mixture
+from query_feedback.variants import BASE, BATCH, LENGTHS, NEEDLES, PROMPTS, TRAINED, TRAINED_LENGTH, VARIANTS
 from studies.arguments import names_of
 from studies.commands import Commands
 from studies.corpus import prepare as prepare_corpus
@@ -88,19 +89,15 @@ def prepare(texts: Path, output: Path, characters: int, seed: int = 0) -> str:
     return prepare_corpus(texts, output, characters, _FILES, seed)
 
 
-_RECALL_SHARDS = 16
-_RECALL_LENGTHS = {256: 0.2, 512: 0.3, 1024: 0.5}
-"""Tokens of recall documents, with weights."""
-_CHARACTERS_PER_TOKEN = (2.3, 3.6)
-
-
 class Run(NamedTuple):
-    """One training: a kind of model, a seed, a budget, and the text."""
+    """One training: a kind of model, a seed, a budget, what it is trained on and in what steps."""
 
     variant: str
     seed: int
     tokens: int
     text: str
+    mixture: str
+    batch: int
 
 
 class Study(Commands):
@@ -108,30 +105,45 @@ class Study(Commands):
 
     Args:
         options: of the command line.
+        kind: of lines: `TRAINING`, or `PILOT` with a folder of its own for each.
     """
+
+    def __init__(self, options: argparse.Namespace, kind: str = TRAINING):
+        super().__init__(options)
+        self.kind = kind
 
     def run(self) -> bool:
         """Everything that is not there yet; whether all of it is there now."""
         options, text = self.options, digest_of(self.options.text)
-        there = {key_of(each) for path in (options.output, *options.known) for each in read_lines(path, TRAINING)}
-        wanted = [Run(name, seed, options.tokens, text) for name in options.variants for seed in options.seeds]
-        missing = [run for run in wanted if key_of(run._asdict()) not in there]
+        there = {key_of(each) for path in (options.output, *options.known) for each in read_lines(path, self.kind)}
+        wanted = [
+            Run(name, seed, options.tokens, text, mixed, batch)
+            for name in options.variants
+            for seed in options.seeds
+            for mixed in options.mixtures
+            for batch in options.batches
+        ]
+        missing = [run for run in wanted if key_of({"kind": self.kind, **run._asdict()}) not in there]
         self.say(f"{len(wanted)} runs wanted, {len(wanted) - len(missing)} of them there")
         if not missing:
             return True
-        recall = recall_corpus(self, self.work / "recall.jsonl", text)
-        return self.each(missing, lambda number, run: self._cell(number, run, recall))
+        label = "recall" if self.kind == TRAINING else self.kind
+        recall = {
+            name: recall_corpora(self, name, text, label) for name in dict.fromkeys(run.mixture for run in missing)
+        }
+        return self.each(missing, lambda number, run: self._cell(number, run, recall[run.mixture]))
 
-    def _cell(self, number: int, key: Run, recall: Path) -> bool:
+    def _cell(self, number: int, key: Run, recall: Mapping[str, Path]) -> bool:
         """Train and measure one; whether it was finished."""
         options = self.options
-        name = f"{key.variant}-{key.seed}"
+        name = f"{key.variant}-{key.seed}" if self.kind == TRAINING else f"{self.kind}-{key.mixture}-{key.batch}"
         run, gpu = self.work / name, number % max(1, options.gpus)
         training = [
             "train", f"train/small-{key.variant}", "--seed", str(key.seed), "--tokens", str(key.tokens), "--data",
-            mixture(str(options.text), str(recall)), "--run", str(run), "--kernel", options.kernel, "--micro-batch",
-            str(options.micro_batch), "--validation", str(options.validation), "--validate-every",
-            str(options.validate_every), "--save-every", str(options.save_every),
+            mixture(key.mixture, options.text, recall), "--run", str(run), "--kernel", options.kernel,
+            "--batch-tokens", str(key.batch), "--micro-batch",
+            str(min(options.micro_batch, key.batch // TRAINED_LENGTH)), "--validation", str(options.validation),
+            "--validate-every", str(options.validate_every), "--save-every", str(options.save_every),
             *(["--compile"] if options.compile else []),
         ]  # fmt: skip
         # In fp32, whatever trained it.
@@ -152,7 +164,7 @@ class Study(Commands):
         noted = ("step", "tokens", "before", "after", "stopped", "contraction", "digest")
         self.add(
             {
-                "kind": TRAINING,
+                "kind": self.kind,
                 **key._asdict(),
                 "machine": machine(),
                 "commands": [f"lapcli {' '.join(arguments)}" for arguments in (training, measuring)],
@@ -165,55 +177,6 @@ class Study(Commands):
         )
         self.say(f"{name}: trained in {record['seconds']:.0f} s, measured in {seconds[1]:.0f} s")
         return True
-
-
-def recall_corpus(study: Commands, path: Path, text: str) -> Path:
-    """The corpus of recall documents, made where it is not there: as many characters as the budget needs.
-
-    Args:
-        study: whose options name text and budget.
-        path: where it lies.
-        text: digest of `--text`.
-    """
-    study.work.mkdir(parents=True, exist_ok=True)
-    # Beside what is trained on once there is what is held out.
-    characters = int(SHARES["recall"] * study.options.tokens * 3) + 1_000_000
-    size = path.with_suffix(".json")
-    if path.is_file() and size.is_file() and json.loads(size.read_text()) == [text, characters]:
-        return path
-    each = -(-characters // _RECALL_SHARDS)
-    with ProcessPoolExecutor(min(_RECALL_SHARDS, os.cpu_count() or 1)) as pool:
-        made = pool.map(
-            recall_shard, [study.options.text] * _RECALL_SHARDS, range(_RECALL_SHARDS), [each] * _RECALL_SHARDS
-        )
-        path.write_text("".join(made), encoding="utf-8")
-    size.write_text(json.dumps([text, characters]))
-    study.say(f"{path}: {path.stat().st_size / 1e6:.0f} MB of recall documents")
-    return path
-
-
-def recall_shard(text: Path, shard: int, characters: int) -> str:
-    """JSONL of recall documents that hide their needles in a slice of the corpus, of about so many characters."""
-    from lapcli.data.files import read_path
-    from lapcli.data.recall import Haystack, RecallMix, recall_documents
-
-    haystack = Haystack(
-        (document.text[:20_000] for number, document in enumerate(read_path(text)) if number % _RECALL_SHARDS == shard),
-        1500,
-    )
-
-    def size(chance: random.Random) -> int:
-        tokens = chance.choices(list(_RECALL_LENGTHS), list(_RECALL_LENGTHS.values()))[0]
-        return max(500, int(tokens * chance.uniform(*_CHARACTERS_PER_TOKEN)))
-
-    mix = RecallMix(list=0.2, text=0.3, ruler=0.5, single=0.45)
-    lines: list[str] = []
-    for document in recall_documents(haystack, seed=1000 + shard, size=size, mix=mix):
-        lines.append(json.dumps({"text": document.text}) + "\n")
-        characters -= len(document.text)
-        if characters <= 0:
-            break
-    return "".join(lines)
 
 
 def digest_of(path: Path) -> str:
@@ -235,6 +198,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     made.add_argument("output", type=Path, help="JSONL, packed where its name ends in .xz")
     made.add_argument("--characters", type=int, default=80_000_000)
     _throughput(_pieces(commands, "throughput", "measure prompts that are not measured yet"))
+    _pilot(_pieces(commands, "pilot", "train and measure Gated DeltaNet on several mixtures"))
     _run(_pieces(commands, "run", "train and measure what is not there yet"))
     _recover(_pieces(commands, "recover", "prune, recover and measure what is not there yet"))
     shown = commands.add_parser("write", help="make the tables")
@@ -252,12 +216,11 @@ def main(arguments: Iterable[str] | None = None) -> None:
         sys.stdout.write(prepare(options.texts, options.output, options.characters))
     elif options.command == "throughput":
         sys.exit(0 if Throughput(options).run() else 1)
-    elif options.command == "run":
-        sys.exit(0 if Study(options).run() else 1)
+    elif options.command in ("pilot", "run"):
+        sys.exit(0 if Study(options, {"pilot": PILOT, "run": TRAINING}[options.command]).run() else 1)
     elif options.command == "recover":
         study, text = Recoveries(options), digest_of(options.text)
-        # A corpus of its own: that of the trainings may be of another size, and must stay what they began with.
-        sys.exit(0 if study.run(text, recall_corpus(study, options.work / "recall-recovery.jsonl", text)) else 1)
+        sys.exit(0 if study.run(text, recall_corpora(study, RECOVERED_ON, text, "recovery")) else 1)
     elif options.command == "ship":
         sys.stdout.write(ship(options.files, options.work, options.output, options.variant[0], options.seed, _FILES))
     else:
@@ -303,11 +266,25 @@ def _training(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, over all GPUs")
 
 
+def _pilot(parser: argparse.ArgumentParser) -> None:
+    _from_nothing(parser, 30_000_000)
+    parser.add_argument("--mixtures", type=names_of(MIXTURES), default=list(MIXTURES), help="names with commas")
+    parser.add_argument("--batches", type=_numbers, default=[8192, 16_384, BATCH], help="tokens of a step, with commas")
+    parser.set_defaults(variants=[BASE], seeds=[0])
+
+
 def _run(parser: argparse.ArgumentParser) -> None:
-    _training(parser, 50_000_000)
+    _from_nothing(parser, 50_000_000)
     parser.add_argument(
         "--variants", type=names_of(VARIANTS), default=list(VARIANTS), help="names with commas, by priority"
     )
+    parser.add_argument("--mixture", dest="mixtures", type=lambda name: names_of(MIXTURES)(name)[:1], default=[MIXTURE])
+    parser.add_argument("--batch-tokens", dest="batches", type=lambda tokens: [int(tokens)], default=[BATCH])
+
+
+def _from_nothing(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """What trainings of random weights have in common."""
+    _training(parser, tokens)
     parser.add_argument("--compile", action="store_true", help="train compiled blocks")
     parser.add_argument("--validate-every", type=int, default=250)
     parser.add_argument("--save-every", type=int, default=250)

@@ -94,7 +94,8 @@ class RecallMix(NamedTuple):
         ruler: weight of RULER's prompts.
         single: share of the `ruler` layout that hides one needle and asks once.
         noise: share of the `text` and `ruler` layouts whose running text is RULER's repeated noise sentences.
-        max_entries: most values hidden in one document.
+        max_entries: most values hidden in one document; three times as many in a list.
+        asked: how often a list asks for its values, each time in another order.
     """
 
     list: float = 0.2
@@ -103,6 +104,7 @@ class RecallMix(NamedTuple):
     single: float = 0.35
     noise: float = 0.15
     max_entries: int = 12
+    asked: int = 1
 
 
 class Needle(NamedTuple):
@@ -318,14 +320,14 @@ def _questions(rng: random.Random, needles: list[Needle]) -> list[Needle]:
 
 def _list_document(rng: random.Random, hay: Haystack, limit: int, mix: RecallMix) -> RecallDocument:
     form, ask = rng.choice(_ENTRIES)
-    # An entry is written about twice, with its number, key and form.
-    count = max(1, min(3 * mix.max_entries, limit // (2 * (len(form) + 22))))
+    # An entry is written once and asked for about as often as it should be, with its number, key and form.
+    count = max(1, min(3 * mix.max_entries, limit // ((1 + mix.asked) * (len(form) + 22))))
     needles = _needles(rng, hay, rng.randint(max(1, count // 2), count))
     writer = _Writer()
     for needle in needles:
         writer.add(form.format(key=needle.key, value=needle.value) + "\n")
     end = form.split("{value}")[1]
-    for needle in _questions(rng, needles):
+    for needle in (needle for _ in range(mix.asked) for needle in _questions(rng, needles)):
         question = ask.format(key=needle.key)
         writer.add(question if question.endswith("(") else f"{question} ")
         writer.answer(needle.value)

@@ -5,11 +5,13 @@ from typing import Any
 
 from studies import lines
 
-TRAINING, THROUGHPUT, RECOVERY = "training", "throughput", "recovery"
+TRAINING, PILOT, THROUGHPUT, RECOVERY = "training", "pilot", "throughput", "recovery"
 """What a line is of; one that does not say is of a training."""
 
+_RUN = ("variant", "seed", "tokens", "text", "mixture", "batch")
 _KEYS = {
-    TRAINING: ("variant", "seed", "tokens", "text"),
+    TRAINING: _RUN,
+    PILOT: _RUN,
     THROUGHPUT: ("variant", "length", "batch", "dtype", "machine"),
     RECOVERY: ("base", "digest", "method", "ratio", "arm", "seed", "tokens", "text"),
 }

@@ -2,15 +2,16 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from studies.commands import Commands
 from studies.lines import machine
 
+from query_feedback.corpora import RECOVERED_ON, mixture
 from query_feedback.lines import RECOVERY, key_of, read_lines
-from query_feedback.variants import NEEDLES, TRAINED, mixture
+from query_feedback.variants import NEEDLES, TRAINED
 
 _RANDOM = "rand"
 
@@ -48,12 +49,12 @@ class Cell(NamedTuple):
 class Recoveries(Commands):
     """Prunings, recoveries and measurements."""
 
-    def run(self, text: str, recall: Path) -> bool:
+    def run(self, text: str, recall: Mapping[str, Path]) -> bool:
         """Everything that is not there yet; whether all of it is there now.
 
         Args:
             text: digest of `--text`.
-            recall: the corpus of recall documents.
+            recall: the recall documents, by their kind.
         """
         options = self.options
         there = {key_of(each) for path in (options.output, *options.known) for each in read_lines(path, RECOVERY)}
@@ -138,7 +139,7 @@ class Recoveries(Commands):
             self.say(str(error))
             return False
 
-    def _cell(self, number: int, cell: Cell, text: str, recall: Path) -> bool:
+    def _cell(self, number: int, cell: Cell, text: str, recall: Mapping[str, Path]) -> bool:
         """Make and measure one; whether it was finished."""
         options = self.options
         run, gpu = self.work / "recoveries" / cell.name, number % max(1, options.gpus)
@@ -200,11 +201,11 @@ class Recoveries(Commands):
                      str(cell.seed if cell.method == _RANDOM else 0), "--run", str(run))  # fmt: skip
         return do(*selecting) and do("slice", "--run", str(run))
 
-    def _recovering(self, cell: Cell, run: Path, recall: Path) -> list[str]:
+    def _recovering(self, cell: Cell, run: Path, recall: Mapping[str, Path]) -> list[str]:
         options = self.options
         control = cell.arm.startswith("control")
         return [
-            "recover", "--data", mixture(str(options.text), str(recall)), "--steps",
+            "recover", "--data", mixture(RECOVERED_ON, options.text, recall), "--steps",
             str(steps(options.tokens, options.batch, options.seq_len)), "--batch-size", str(options.batch),
             "--seq-len", str(options.seq_len), "--lr", str(options.lr), "--micro-batch", str(options.micro_batch),
             "--seed", str(cell.seed), "--validation", str(options.validation), "--validate-every",

@@ -7,8 +7,9 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
+from query_feedback.corpora import MIXTURES, RECALL
 from query_feedback.lines import TRAINING, read_lines
-from query_feedback.variants import SHARES, TRAINED_LENGTH, VARIANTS
+from query_feedback.variants import TRAINED_LENGTH, VARIANTS
 
 LIMIT = 14_000_000
 """Bytes of all files together."""
@@ -67,7 +68,7 @@ nothing after its sources. Not for any decision about people.
 
     python scripts/query_feedback_study.py prepare TEXTS text.jsonl.xz
     python scripts/query_feedback_study.py run --work DIR --text text.jsonl.xz --output runs.jsonl --gpus 1 \\
-        --variants {variant} --seeds {seed} --tokens {budget}
+        --variants {variant} --seeds {seed} --tokens {budget} --mixture {mixture} --batch-tokens {batch}
     python scripts/query_feedback_study.py ship runs.jsonl --work DIR --output lapcli/demo/{name} --seed {seed}
 """  # noqa: E501 -- rows of Markdown tables cannot be broken
 
@@ -109,7 +110,8 @@ def ship(files: Sequence[Path], work: Path, output: Path, variant: str, seed: in
         config = _read(trained / "config.json")
         (temporary / "README.md").write_text(_card(output.name, config, line, shares), encoding="utf-8")
         log = {
-            name: line[name] for name in ("variant", "seed", "tokens", "text", "machine", "date", "versions", "rows")
+            name: line[name]
+            for name in ("variant", "seed", "tokens", "text", "mixture", "batch", "machine", "date", "versions", "rows")
         }
         log |= {"seconds": line["seconds"], "training": line["training"]}
         (temporary / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
@@ -132,9 +134,11 @@ def _read(path: Path) -> dict[str, Any]:
 def _card(name: str, config: Mapping[str, Any], line: dict[str, Any], shares: Mapping[str, float]) -> str:
     """The card, in Markdown."""
     training = line["training"]
-    sources = [(*_LICENCES[file], SHARES["text"] * share) for file, share in shares.items()]
-    sources.append(("`builtin`: documentation of Python", "PSF", SHARES["builtin"]))
-    sources.append(("synthetic recall: values hidden in such text and asked for later", "ours", SHARES["recall"]))
+    mixed = MIXTURES[line["mixture"]]
+    sources = [(*_LICENCES[file], mixed["text"] * share) for file, share in shares.items()]
+    sources.append(("`builtin`: documentation of Python", "PSF", mixed["builtin"]))
+    recall = sum(share for part, share in mixed.items() if part in RECALL)
+    sources.append(("synthetic recall: values hidden in such text and asked for later", "ours", recall))
     measures = [f"| held-out training text, perplexity per token | {exp(training['after']['cross_entropy']):.2f} |"]
     for row in line["rows"]:
         value, error = (row["values"]["model"].get(each) for each in ("value", "stderr"))
@@ -154,6 +158,8 @@ def _card(name: str, config: Mapping[str, Any], line: dict[str, Any], shares: Ma
         vocabulary=config["vocab_size"],
         tokens=training["tokens"],
         budget=line["tokens"],
+        mixture=line["mixture"],
+        batch=line["batch"],
         steps=training["step"],
         length=TRAINED_LENGTH,
         machine=line["machine"],

@@ -8,7 +8,8 @@ from typing import Any
 
 from studies import page as page_of
 
-from query_feedback.lines import RECOVERY, THROUGHPUT, TRAINING, key_of, read_lines
+from query_feedback.corpora import MIXTURES
+from query_feedback.lines import PILOT, RECOVERY, THROUGHPUT, TRAINING, key_of, read_lines
 from query_feedback.variants import BASE, NEEDLES, TRAINED, TRAINED_LENGTH, UNTRAINED, VARIANTS
 
 BEGIN, END = "<!-- query-feedback-study: begin -->", "<!-- query-feedback-study: end -->"
@@ -27,7 +28,8 @@ def write(files: Sequence[Path]) -> str:
     found = {key_of(each): each for path in files for each in read_lines(path)}
     parts: list[str] = []
     for kind, shown, compare in (
-        (TRAINING, _tables, ("tokens", "text", "limit")),
+        (TRAINING, _tables, ("tokens", "text", "limit", "mixture", "batch")),
+        (PILOT, _pilots, ("tokens", "text", "limit")),
         (THROUGHPUT, _throughput, ("machine", "batch", "dtype")),
     ):
         alike = _alike((line for key, line in found.items() if key[0] == kind), compare)
@@ -80,11 +82,29 @@ def _tables(runs: list[Line]) -> str:
         ]
     lines += [
         "",
-        f"{example['tokens']:,} tokens a run in rows of {TRAINED_LENGTH}, so that longer prompts are beyond what was "
-        f"trained; {example['limit']} prompts a length; means ± standard deviations over seeds. "
+        f"{example['tokens']:,} tokens a run of the mixture `{example['mixture']}`, {example['batch']:,} a step, "
+        f"in rows of {TRAINED_LENGTH}, so that longer prompts are beyond what was trained; "
+        f"{example['limit']} prompts a length; means ± standard deviations over seeds. "
         f"{_when_and_where(runs)}. Text {example['text'][:12]}. For example:",
         "",
         *(f"    {command}" for command in example["commands"]),
+    ]
+    return "\n".join(lines)
+
+
+def _pilots(runs: list[Line]) -> str:
+    """What Gated DeltaNet recalls after as many tokens of several mixtures, in steps of several sizes."""
+    lengths, example = _lengths(runs), runs[0]
+    columns: list[Column] = [_BUILTIN, *((task, length) for task in NEEDLES for length in lengths)]
+    lines = _head("mixture", ["tokens a step", *map(_title, columns)])
+    for name, shares in MIXTURES.items():
+        for run in sorted((each for each in runs if each["mixture"] == name), key=lambda each: -each["batch"]):
+            said = ", ".join(f"{share:.0%} {part}" for part, share in shares.items())
+            lines.append(_row(f"`{name}`: {said}", [f"{run['batch']:,}", *_cells([run], columns)]))
+    lines += [
+        "",
+        f"{VARIANTS[example['variant']]}, {example['tokens']:,} tokens, one seed; {example['limit']} prompts a length. "
+        f"{_when_and_where(runs)}. Text {example['text'][:12]}.",
     ]
     return "\n".join(lines)
 

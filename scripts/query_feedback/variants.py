@@ -15,9 +15,10 @@ BASE = "gdn"
 """What differences are taken from."""
 LENGTHS = (512, 1024, 2048, 4096)
 TRAINED_LENGTH = 1024
+BATCH = 32_768
+"""Tokens of a training step."""
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
 """RULER's names of S-NIAH-1, -2 and -3."""
-SHARES = {"text": 0.6, "builtin": 0.06, "recall": 0.34}
 PROMPTS = (2048, 4096, 8192, 16384)
 """Tokens of prompts whose throughput is measured."""
 UNTRAINED = {"base": "unpruned, as it is", "sliced": "pruned, not recovered"}
@@ -28,8 +29,3 @@ TRAINED = {
     "control-feedback": "unpruned, trained alike with query feedback",
 }
 """What may become of a model in the study of recovery."""
-
-
-def mixture(text: str, recall: str) -> str:
-    """What is trained on, as `--data` takes it."""
-    return f"{text}:{SHARES['text']},builtin:{SHARES['builtin']},{recall}:{SHARES['recall']}"

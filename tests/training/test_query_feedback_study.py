@@ -25,7 +25,7 @@ from lapcli.testing.models import tiny_gated_deltanet, tiny_qdelta
 sys.path.append(str(Path(lapcli.__file__).resolve().parents[1] / "scripts"))
 
 import query_feedback_study as study
-from query_feedback import recovering, throughput, variants
+from query_feedback import corpora, recovering, throughput, variants
 from studies import commands
 
 PAGE = f"# Page\n\nbefore\n\n{study.BEGIN}\nold\n{study.END}\n\nafter\n"
@@ -45,6 +45,7 @@ def rows_of(ppl, recall, lengths=(512, 2048)):
 def line(variant, seed, *, tokens=1000, limit=10, text="a" * 64, date="2026-11-30", ppl=30.0, recall=0.5):
     return {
         "variant": variant, "seed": seed, "tokens": tokens, "text": text, "limit": limit, "date": date, "machine": "M",
+        "mixture": "half", "batch": 4096,
         "commands": ["lapcli train X", "lapcli eval Y"], "training": {"after": {"cross_entropy": 3.0}},
         "rows": rows_of(ppl, recall),
     }  # fmt: skip
@@ -152,8 +153,8 @@ def started(tmp_path, monkeypatch):
         return 1.0
 
     monkeypatch.setattr(study.Study, "lapcli", pretend)
-    monkeypatch.setattr(study, "recall_shard", lambda *_: "")
-    monkeypatch.setattr(study, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(corpora, "recall_shard", lambda *_: "")
+    monkeypatch.setattr(corpora, "ProcessPoolExecutor", ThreadPoolExecutor)
     monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
 
     def run(*more):
@@ -258,11 +259,37 @@ def test_recall_documents_follow_from_the_shard_alone(tmp_path):
     text = tmp_path / "text.jsonl"
     sentences = [f"The mill number {i} stood near the river in the year {1800 + i}." for i in range(400)]
     text.write_text("".join(json.dumps({"text": " ".join(sentences[i::16])}) + "\n" for i in range(32)))
-    first, again, other = (study.recall_shard(text, shard, 20_000) for shard in (0, 0, 1))
-    assert first == again != other
-    documents = [json.loads(each)["text"] for each in first.splitlines()]
-    assert 20_000 <= sum(map(len, documents)) < 25_000
-    assert len({len(document) // 500 for document in documents}) > 2
+    for kind in corpora.RECALL:
+        first, again, other = (study.recall_shard(text, kind, 20_000, shard) for shard in (0, 0, 1))
+        assert first == again != other
+        documents = [json.loads(each)["text"] for each in first.splitlines()]
+        assert 20_000 <= sum(map(len, documents)) < 25_000
+        assert len({len(document) // 250 for document in documents}) > 2
+
+
+def test_mixtures_are_whole_and_their_lines_are_apart(started, tmp_path):
+    assert all(sum(shares.values()) == pytest.approx(1) for shares in corpora.MIXTURES.values())
+    assert set.union(*map(set, corpora.MIXTURES.values())) == {"text", "builtin", *corpora.RECALL}
+    for name, batch in (("half", "2048"), ("denser", "1024"), ("half", "2048")):
+        more = ("--work", str(tmp_path / name), "--mixture", name, "--batch-tokens", batch)
+        code, arguments = started("--seeds", "0", "--variants", "gdn", *more)
+        assert code == 0
+        assert all(f"recall-{name}-prompts.jsonl:0.2" in each[each.index("--data") + 1] for each in arguments[1:])
+    assert not arguments
+    assert [(each["mixture"], each["batch"]) for each in study.read_lines(started.output)] == [
+        ("half", 2048),
+        ("denser", 1024),
+    ]
+    assert study.write([started.output]).count("tokens a run of the mixture") == 2
+
+
+def test_a_pilot_shows_what_is_recalled_by_mixture(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    for mixture, batch, recall in (("half", 16, 0.125), ("denser", 16, 0.25), ("half", 32, 0.375)):
+        study.add_line(path, {**line("gdn", 0, recall=recall), "kind": "pilot", "mixture": mixture, "batch": batch})
+    rows = [row for row in study.write([path]).splitlines() if row.startswith("| `")]
+    assert [row.split("|")[2].strip() for row in rows] == ["32", "16", "16"]
+    assert ["0.375" in rows[0], "0.125" in rows[1], "0.250" in rows[2]] == [True] * 3
 
 
 def prompts(variant, length, rate, **more):
@@ -411,8 +438,8 @@ def recoveries(tmp_path, monkeypatch):
         return 1.0
 
     monkeypatch.setattr(recovering.Recoveries, "lapcli", pretend)
-    monkeypatch.setattr(study, "recall_shard", lambda *_: "")
-    monkeypatch.setattr(study, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(corpora, "recall_shard", lambda *_: "")
+    monkeypatch.setattr(corpora, "ProcessPoolExecutor", ThreadPoolExecutor)
     monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
 
     def run(*more):

@@ -1,0 +1,116 @@
+"""What small models are trained on: running text, and synthetic recall in several densities."""
+
+import json
+import os
+import random
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from studies.commands import Commands
+
+from lapcli.data.files import read_path
+from lapcli.data.recall import Haystack, RecallMix, recall_documents
+
+_SHARDS = 16
+_CHARACTERS_PER_TOKEN = (2.3, 3.6)
+
+
+class Recall(NamedTuple):
+    """Recall documents of one kind.
+
+    Attributes:
+        mix: their layouts.
+        lengths: their tokens, about, with weights.
+    """
+
+    mix: RecallMix
+    lengths: Mapping[int, float]
+
+
+RECALL = {
+    "prompts": Recall(RecallMix(list=0.2, text=0.3, ruler=0.5, single=0.45), {256: 0.2, 512: 0.3, 1024: 0.5}),
+    "lists": Recall(RecallMix(list=1.0, text=0.0, ruler=0.0, max_entries=10), {128: 0.3, 256: 0.7}),
+    "drills": Recall(RecallMix(list=1.0, text=0.0, ruler=0.0, max_entries=3, asked=4), {200: 0.5, 400: 0.5}),
+}
+"""Long documents with few questions, as models are measured by; short lists, asked once; shorter ones, asked again and
+again, in which most tokens are either a key or what was said of it."""
+MIXTURES = {
+    "prompts": {"text": 0.6, "builtin": 0.06, "prompts": 0.34},
+    "half": {"text": 0.44, "builtin": 0.06, "lists": 0.3, "prompts": 0.2},
+    "dense": {"text": 0.49, "builtin": 0.06, "drills": 0.25, "prompts": 0.2},
+    "denser": {"text": 0.34, "builtin": 0.06, "drills": 0.4, "prompts": 0.2},
+}
+"""Shares of what is trained on."""
+MIXTURE = "prompts"
+"""The mixture of the study."""
+RECOVERED_ON = "prompts"
+"""The mixture of recoveries, whose models recall already."""
+
+
+def mixture(name: str, text: Path, recall: Mapping[str, Path]) -> str:
+    """What is trained on, as `--data` takes it.
+
+    Args:
+        name: of the mixture.
+        text: the running text.
+        recall: the recall documents, by their kind.
+    """
+    places = {"text": text, "builtin": "builtin", **recall}
+    return ",".join(f"{places[part]}:{share}" for part, share in MIXTURES[name].items())
+
+
+def recall_corpora(study: Commands, name: str, text: str, label: str = "recall") -> dict[str, Path]:
+    """The recall documents of a mixture, made where they are not there: as many characters as the budget needs.
+
+    Args:
+        study: whose options name text and budget.
+        name: of the mixture.
+        text: digest of `--text`.
+        label: what files begin with. Trainings of another budget have files of their own, which must stay what a
+            training began with.
+
+    Returns:
+        Files by the kind of their documents.
+    """
+    study.work.mkdir(parents=True, exist_ok=True)
+    parts = {part: share for part, share in MIXTURES[name].items() if part in RECALL}
+    return {
+        part: _corpus(study, study.work / f"{label}-{name}-{part}", part, share, text) for part, share in parts.items()
+    }
+
+
+def _corpus(study: Commands, stem: Path, kind: str, share: float, text: str) -> Path:
+    # Beside what is trained on once there is what is held out.
+    characters = int(share * study.options.tokens * 3) + 1_000_000
+    path, size = stem.with_suffix(".jsonl"), stem.with_suffix(".json")
+    if path.is_file() and size.is_file() and json.loads(size.read_text()) == [text, characters]:
+        return path
+    with ProcessPoolExecutor(min(_SHARDS, os.cpu_count() or 1)) as pool:
+        made = pool.map(partial(recall_shard, study.options.text, kind, -(-characters // _SHARDS)), range(_SHARDS))
+        path.write_text("".join(made), encoding="utf-8")
+    size.write_text(json.dumps([text, characters]))
+    study.say(f"{path}: {path.stat().st_size / 1e6:.0f} MB of recall documents")
+    return path
+
+
+def recall_shard(text: Path, kind: str, characters: int, shard: int) -> str:
+    """JSONL of recall documents that hide their needles in a slice of the corpus, of about so many characters."""
+    haystack = Haystack(
+        (document.text[:20_000] for number, document in enumerate(read_path(text)) if number % _SHARDS == shard), 1500
+    )
+    mix, lengths = RECALL[kind]
+
+    def size(chance: random.Random) -> int:
+        tokens = chance.choices(list(lengths), list(lengths.values()))[0]
+        return max(500, int(tokens * chance.uniform(*_CHARACTERS_PER_TOKEN)))
+
+    lines: list[str] = []
+    for document in recall_documents(haystack, seed=1000 + shard, size=size, mix=mix):
+        lines.append(json.dumps({"text": document.text}) + "\n")
+        characters -= len(document.text)
+        if characters <= 0:
+            break
+    return "".join(lines)
