@@ -90,9 +90,11 @@ class DecoderBlock(GradientCheckpointingLayer):
         self.mlp_norm = NormOfSum(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, mlp_width(config))
 
-    def forward(self, hidden_states: Tensor, **mixing: Any) -> Tensor:
-        """`[B, T, D]` to the same; `mixing` goes to the mixer."""
-        mixed = self.attn(self.attn_norm(hidden_states), **mixing)
+    def forward(self, hidden_states: Tensor, kept: slice | Tensor | None = None, **mixing: Any) -> Tensor:
+        """`[B, T, D]` to the same, or to the positions that are kept; `mixing` goes to the mixer."""
+        mixed = self.attn(self.attn_norm(hidden_states), kept=kept, **mixing)
+        if kept is not None:
+            hidden_states = hidden_states[:, kept]
         normed, hidden_states = self.mlp_norm(hidden_states, mixed)
         return hidden_states + self.mlp(normed)
 
@@ -197,10 +199,15 @@ class RecurrentModel(RecurrentPreTrainedModel):
         output_hidden_states: bool | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        kept: slice | Tensor | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        """Run the stack; the arguments are those of `RecurrentForCausalLM.forward`."""
+        """Run the stack; the arguments are those of `RecurrentForCausalLM.forward`.
+
+        Of `kept` positions alone, an index into T, is there a last hidden state, and the last block computes beyond
+        its state for no others: of a long prompt whose last token is wanted that is a layer's MLP less. `None`: all.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -224,15 +231,21 @@ class RecurrentModel(RecurrentPreTrainedModel):
         if packing is not None and rows > 1:
             hidden_states = hidden_states.flatten(0, 1).unsqueeze(0)
         seen: list[Tensor] = []
-        for block in self.layers:
+        layout: dict[str, Any] = {"padding": padding, "packing": packing, "cache": cache, "use_cache": use_cache}
+        # Packed rows are one, in which positions are other ones.
+        early = kept if packing is None and not output_hidden_states else None
+        for number, block in enumerate(self.layers, 1):
             if output_hidden_states:
                 seen.append(hidden_states.view(rows, time, -1))
-            hidden_states = block(hidden_states, padding=padding, packing=packing, cache=cache, use_cache=use_cache)
-        hidden_states = self.norm(hidden_states).view(rows, time, -1)
+            more = {} if early is None or number < len(self.layers) else {"kept": early}
+            hidden_states = block(hidden_states, **layout, **more)
+        hidden_states = self.norm(hidden_states)
+        if early is None:
+            hidden_states = hidden_states.view(rows, time, -1)
         if use_cache and cache is not None:
             cache.advance(time)
         output = BaseModelOutputWithPast(
-            last_hidden_state=hidden_states,
+            last_hidden_state=hidden_states if kept is None or early is not None else hidden_states[:, kept],
             hidden_states=(*seen, hidden_states) if output_hidden_states else None,
             **_cache_field(cache if use_cache else None),
         )
@@ -306,6 +319,9 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         Returns:
             Loss, logits `[B, T, vocabulary]` in the model's dtype, cache and hidden states.
         """
+        kept: slice | Tensor | None = None
+        if labels is None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -315,13 +331,13 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
+            kept=kept,
             return_dict=True,
         )
         hidden_states = outputs.last_hidden_state
         loss = None
         if labels is None:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden_states[:, kept])
+            logits = self.lm_head(hidden_states)
         else:
             if self.config.use_l2warp and torch.is_grad_enabled():
                 raise ModelError(

@@ -169,6 +169,7 @@ class DeltaRuleMixer(nn.Module):
         packing: Packing | None = None,
         cache: RecurrentCache | None = None,
         use_cache: bool = False,
+        kept: slice | Tensor | None = None,
     ) -> Tensor:
         """Mix along time.
 
@@ -178,9 +179,10 @@ class DeltaRuleMixer(nn.Module):
             packing: sequences in one row.
             cache: states to start from; not written unless `use_cache`.
             use_cache: whether to write the new states to `cache`.
+            kept: positions whose outputs are wanted; `None` for all.
 
         Returns:
-            `[B, T, D]`. At padding it means nothing.
+            `[B, T, D]`, or the kept positions of it. At padding it means nothing.
         """
         if padding is not None:
             hidden_states = padding.keep(hidden_states)
@@ -228,6 +230,8 @@ class DeltaRuleMixer(nn.Module):
         if use_cache and cache is not None and state is not None:
             cache.put(self.layer_idx, LayerState(state, convolution))
 
+        if kept is not None:
+            output, hidden_states = output[:, kept], hidden_states[:, kept]
         if self.use_gate:
             gate = self.g_proj(hidden_states).unflatten(-1, (self.shape.value_heads, -1))
             output = self.o_norm(output, gate)

@@ -267,7 +267,24 @@ def test_the_floor_of_a_prompt_is_what_recovery_counts_forward():
     # Its matrices without the head, and the recurrence; embeddings are in neither.
     weights = recovery._weights(model.ours) - head
     assert model.product_weights() == weights
-    assert prefill_floor(model, 3, 100, 1e10) == (300 * (2 * weights + recurrence_flop(whole)) + 6 * head) / 1e10
+    flop = 300 * (2 * weights + recurrence_flop(whole)) + 6 * head - 3 * 99 * 2 * model.last_weights()
+    assert prefill_floor(model, 3, 100, 1e10) == flop / 1e10
+
+
+def test_what_the_last_token_alone_is_multiplied_with_is_what_torch_counts_less():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    (whole,) = toy("0")
+    model = Model(whole, CPU, torch.float32)
+    model.ours.set_kernel("chunked")
+    counted = []
+    for kept in (0, 1):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.ours(input_ids=model.tokens(2, 70), logits_to_keep=kept)
+        counted.append(counter.get_total_flops())
+    head = model.ours.get_output_embeddings().weight.numel()
+    assert counted[0] - counted[1] == 2 * 2 * 69 * (head + model.last_weights())
+    assert model.last_weights() > 0
 
 
 def test_prompts_mixers_and_operators_are_judged_and_timed():

@@ -301,11 +301,25 @@ def test_a_batch_without_any_label_has_loss_zero(make_model, tokens):
 
 @torch.no_grad()
 @pytest.mark.parametrize("keep", [1, 4, torch.tensor([0, 7])], ids=["last", "last_four", "named"])
-def test_logits_of_some_positions(make_model, tokens, keep):
+@pytest.mark.parametrize("more", ["plain", "packed", "padded", "hidden"])
+def test_logits_of_some_positions(make_model, tokens, keep, more):
+    """Whatever the last block leaves out, the states are those of all tokens."""
     model, ids = make_model("gated_deltanet"), tokens(2, 9)
-    whole = model(ids).logits
-    expected = whole[:, -keep:] if isinstance(keep, int) else whole[:, keep]
-    assert relative_error(model(ids, logits_to_keep=keep).logits, expected) < EXACT
+    given = {
+        "plain": {},
+        "packed": {"position_ids": torch.arange(9).repeat(2, 1) % 4},
+        "padded": {"attention_mask": torch.tensor([[1] * 9, [0] * 3 + [1] * 6])},
+        "hidden": {"output_hidden_states": True},
+    }[more]
+    whole = model(ids, use_cache=True, **given)
+    found = model(ids, use_cache=True, logits_to_keep=keep, **given)
+    expected = whole.logits[:, -keep:] if isinstance(keep, int) else whole.logits[:, keep]
+    assert relative_error(found.logits, expected) < EXACT
+    name = next(name for name in ("cache", "past_key_values") if name in whole)
+    for one, other in zip(whole[name].layers, found[name].layers, strict=True):
+        assert all(map(torch.equal, one.tensors(), other.tensors()))
+    if more == "hidden":
+        assert all(map(torch.equal, whole.hidden_states, found.hidden_states))
 
 
 # --- kernels and hooks ----------------------------------------------------------------------------------------------

@@ -94,6 +94,17 @@ class Model:
         outside = {id(self.ours.get_input_embeddings().weight), id(self.ours.get_output_embeddings().weight)}
         return sum(value.numel() for value in self.ours.parameters() if value.ndim > 1 and id(value) not in outside)
 
+    def last_weights(self) -> int:
+        """Those of them that the last token alone is multiplied with: of the last block, all behind its state.
+
+        None where the model is transformers', which multiplies every token with them.
+        """
+        if not self.is_own:
+            return 0
+        block = self.ours.model.layers[-1]
+        parts = [block.mlp, block.attn.o_proj, *([block.attn.g_proj] if block.attn.use_gate else [])]
+        return sum(value.numel() for part in parts for value in part.parameters() if value.ndim > 1)
+
     def truth(self, prompt: int) -> Truth:
         """What the rows that differ should give for a prompt and `STEPS` more tokens; computed once."""
         if prompt not in self._truths:

@@ -39,10 +39,13 @@ GATE_TOKENS = 130
 
 
 def prefill_floor(model: Model, batch: int, tokens: int, product_flops: float) -> float:
-    """Seconds that the products of a prompt take: all matrices for each token, the recurrences, the head once a row."""
-    head = model.ours.get_output_embeddings().weight.numel()
+    """Seconds that the products of a prompt take: all matrices for each token, the recurrences, the head once a row.
+
+    And once a row whatever in lapcli's own models comes behind the last state.
+    """
+    head, last = model.ours.get_output_embeddings().weight.numel(), model.last_weights()
     each = 2 * model.product_weights() + recurrence_flop(model.subject) + attention_flop(model.subject, tokens)
-    return (batch * tokens * each + 2 * batch * head) / product_flops
+    return (batch * tokens * each + 2 * batch * head - 2 * batch * (tokens - 1) * last) / product_flops
 
 
 def why_not_way(way: str, model: Model) -> str | None:
