@@ -61,7 +61,7 @@ def run(
             rich_help_panel=_METHOD,
         ),
     ] = None,
-    fraction: Annotated[str | None, _dsla("Of the layers, above 0 and at most 1. Default: 0.25.")] = None,
+    fraction: Annotated[str | None, _dsla("Of the layers, above 0 and at most 1: 0.25 or 25%. Default: 0.25.")] = None,
     sensitivity: Annotated[
         str | None,
         _dsla(

@@ -21,7 +21,7 @@ class ConversionRecipe(Settings):
     """A Transformer, how many of its layers become states, and how."""
 
     model: str = Field(description="the teacher: a directory, a hub id, or demo:NAME")
-    fraction: str = Field(default="0.25", description="of its layers, above 0 and at most 1")
+    fraction: str = Field(default="0.25", description="of its layers, above 0 and at most 1, or 100%")
     layer: LayerSettings = Field(default_factory=LayerSettings)
     order: str = Field(default="entropy", description="entropy, loss, outlier, task:NAME, or first")
     sensitivity: SensitivitySettings

@@ -1,5 +1,6 @@
 """What the numbers of a conversion to dual-state attention depend on. Imports neither torch nor transformers."""
 
+from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -124,22 +125,37 @@ def layers_of(fraction: str, count: int) -> int:
     """How many of `count` layers a fraction is: the decimal as it was typed, rounded to the nearest, one at least.
 
     Args:
-        fraction: above 0, at most 1.
+        fraction: above 0, at most 1, as `0.25` or `25%`.
         count: layers of the model.
 
     Raises:
         UsageError: it is no such number.
     """
-    from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
-
-    try:
-        share = Decimal(fraction)
-        valid = 0 < share <= 1
-    except InvalidOperation:
-        share, valid = Decimal(0), False
-    if not valid:
-        hint = None
-        if share.is_finite() and 1 < share <= 100:
-            hint = f"did you mean {share / 100}?"
-        raise UsageError(f"the fraction {fraction} is no number above 0 and at most 1", hint)
+    share = share_of_layers(fraction, "the fraction")
+    if not share:
+        raise UsageError(f"the fraction {fraction} is none of the layers: above 0, and at most 1 or 100%")
     return max(1, int((share * count).to_integral_value(ROUND_HALF_UP)))
+
+
+def share_of_layers(text: str, what: str) -> Decimal:
+    """A share of the layers, 0 to 1, as `0.25` or `25%`.
+
+    Args:
+        text: as it was typed.
+        what: it is, for what is said when it is none.
+
+    Raises:
+        UsageError: it is no number, below none of the layers or beyond all of them.
+    """
+    word = text.strip()
+    percent = word.endswith("%")
+    try:
+        share = Decimal(word[:-1]) / 100 if percent else Decimal(word)
+    except InvalidOperation:
+        share = Decimal("nan")
+    if not share.is_finite() or share < 0:
+        raise UsageError(f"{what} {text}: no number above 0 and at most 1, or 100%", "for example 0.25, or 25%")
+    if share > 1:
+        meant = f"did you mean {share / 100}, or {word}%?" if not percent and share <= 100 else None
+        raise UsageError(f"{what} {text}: more than all of the layers, which are 1, or 100%", meant)
+    return share

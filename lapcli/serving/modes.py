@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from lapcli.errors import ArtifactError, UsageError
 from lapcli.linearising.plan import Place, Shape, holds_conversion
+from lapcli.linearising.settings import layers_of, share_of_layers
 from lapcli.serving.adaptive import PAPER_CAPS, Adaptive, Cap, most_within
 from lapcli.serving.policy import Configuration, OneConfiguration, Policy
 
@@ -229,28 +230,12 @@ def _advice(configurations: Sequence[Configuration], most_increase: float) -> st
 
 def _plain(text: str, option: str) -> str:
     """A fraction as a decimal without what does not count: `0.3` for `30%` and `0.30`."""
-    return f"{_fraction(text, option).normalize():f}"
-
-
-def _fraction(text: str, option: str) -> Decimal:
-    """A share of the layers, as `0.3` or `30%`."""
-    word = text.strip()
-    try:
-        share = Decimal(word[:-1]) / 100 if word.endswith("%") else Decimal(word)
-        valid = 0 <= share <= 1
-    except InvalidOperation:
-        share, valid = Decimal(0), False
-    if not valid:
-        hint = f"did you mean {share / 100}, or {word}%?" if share.is_finite() and 1 < share <= 100 else None
-        raise UsageError(f"{option} {text}: a share of the layers, 0 to 1, or 0% to 100%", hint)
-    return share
+    return f"{share_of_layers(text, option).normalize():f}"
 
 
 def _number(fraction: str, layers: int) -> int:
     """How many layers a fraction is: as `lapcli convert` counts, but that 0 is none."""
-    from lapcli.linearising.settings import layers_of
-
-    return 0 if _fraction(fraction, "--fraction") == 0 else layers_of(fraction, layers)
+    return 0 if share_of_layers(fraction, "--fraction") == 0 else layers_of(fraction, layers)
 
 
 class Wish(NamedTuple):

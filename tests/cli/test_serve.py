@@ -106,6 +106,7 @@ def test_what_it_would_do_with_a_conversion(monkeypatch, capsys, conversion):
         (["--adapt", "--fraction", "1"], ["--adapt and --fraction 1", "pass one of them"]),
         (["--fraction", "1", "--max-ppl-increase", "30%"], ["3-of-3", "35.0% above", "--fraction 0.6667 at most"]),
         (["--fraction", "33"], ["did you mean 0.33, or 33%?"]),
+        (["--fraction", "130%"], ["--fraction 130%: more than all of the layers, which are 1, or 100%"]),
         (["--max-ppl-increase", "30%", "--caps", "1:2"], ["--caps 2: more than the whole"]),
         (["--no-adapt", "--offload"], ["--offload is for --adapt"]),
     ],

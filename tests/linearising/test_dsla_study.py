@@ -252,7 +252,7 @@ def test_a_group_of_commands_ends_before_the_others(tmp_path):
     ("arguments", "said"),
     [
         (["--arms", "dual,three"], "'three' is none of dual, one"),
-        (["--fractions", "25"], "no number above 0"),
+        (["--fractions", "25"], "more than all"),
     ],
 )
 def test_what_makes_no_sense_is_refused(faked, capsys, arguments, said):

@@ -129,22 +129,38 @@ def test_rank_correlations_are_spearman_s():
 
 @pytest.mark.parametrize(
     ("fraction", "count", "number"),
-    [("0.25", 32, 8), ("0.125", 24, 3), ("0.375", 30, 11), ("0.5", 3, 2), ("0.01", 6, 1), ("1", 6, 6), ("1.0", 6, 6)],
+    [
+        ("0.25", 32, 8),
+        ("0.125", 24, 3),
+        ("0.375", 30, 11),
+        ("0.5", 3, 2),
+        ("0.01", 6, 1),
+        ("1", 6, 6),
+        ("1.0", 6, 6),
+        ("37.5%", 30, 11),
+        (" 100% ", 6, 6),
+    ],
 )
 def test_fractions_are_the_decimals_that_were_typed(fraction, count, number):
     assert layers_of(fraction, count) == number
 
 
-@pytest.mark.parametrize("fraction", ["0", "-0.5", "1.5", "a half", "nan", "inf", ""])
+@pytest.mark.parametrize("fraction", ["-0.5", "a half", "nan", "inf", "", "%", "-1%", "half%"])
 def test_what_is_no_fraction_is_refused(fraction):
     with pytest.raises(UsageError, match="no number above 0"):
         layers_of(fraction, 8)
 
 
-def test_percents_are_understood():
-    with pytest.raises(UsageError) as caught:
-        layers_of("25", 8)
-    assert caught.value.hint == "did you mean 0.25?"
+def test_no_layer_and_more_than_all_are_refused():
+    for fraction in ("0", "0%"):
+        with pytest.raises(UsageError, match="none of the layers"):
+            layers_of(fraction, 8)
+    for fraction, hint in (
+        ("25", "did you mean 0.25, or 25%?"), ("130%", None), ("100.1%", None), ("1e9", None)
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="more than all of the layers") as caught:
+            layers_of(fraction, 8)
+        assert caught.value.hint == hint
 
 
 def test_orders_that_there_are():
