@@ -48,10 +48,12 @@ def describe(path: str) -> dict[str, Any]:
         ArtifactError: there is nothing that lapcli knows.
         ModelError: it looks like a model and is none.
     """
+    from lapcli.linearising.plan import holds_conversion
+
     place = Path(path)
     if place.is_file():
         return _describe_artifact(place)
-    if (place / "base" / "config.json").is_file() and not (place / "config.json").is_file():
+    if holds_conversion(place):
         return _describe_conversion(place)
     if place.is_dir() and not (place / "config.json").is_file() and not (place / "adapter_config.json").is_file():
         return _describe_run(place)

@@ -341,6 +341,8 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
                 f"it holds a conversion in several configurations: name one of {path}/models, or write one by "
                 f"`lapcli convert --export 0.25 --output {path}`; `lapcli serve {path}` takes all"
             )
+        elif any(path.glob("prefixes/*.safetensors")):
+            hint = "it holds the converted layers of a model that is missing: `lapcli inspect` says more"
         raise ModelError(f"{path} has no config.json, so it is no model directory", hint)
     return ModelSource(name=name, path=path, revision=commit or revision, config=_read_json(path / "config.json"))
 

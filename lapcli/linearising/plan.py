@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lapcli.errors import ArtifactError
 from lapcli.families.source import ModelSource
 from lapcli.linearising.settings import LinearisingSettings
 
@@ -59,9 +60,22 @@ class Place:
 
 
 def holds_conversion(root: str | Path) -> bool:
-    """Whether a directory is one of `lapcli convert --to dsla`, and no model."""
+    """Whether a directory is one of `lapcli convert --to dsla`, and no model.
+
+    Raises:
+        ArtifactError: it is one, but the model that was converted is missing from it.
+    """
     place = Place(Path(root))
-    return place.base.is_dir() and not (place.root / "config.json").exists()
+    if (place.root / "config.json").exists():
+        return False
+    teacher = place.base / "config.json"
+    if not teacher.is_file() and any(place.prefixes.glob("*.safetensors")):
+        first = f"remove {place.base} and " if place.base.exists() else ""
+        raise ArtifactError(
+            f"{root} holds converted layers, but not the model that they are of: there is no {teacher}",
+            f"put it back, or {first}run the `lapcli convert` that made them once more, which does that",
+        )
+    return teacher.is_file()
 
 
 @dataclass(frozen=True)

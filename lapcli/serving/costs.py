@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -138,49 +138,104 @@ def read_costs(path: Path) -> StepCosts:
     """Read costs that were written.
 
     Raises:
-        DataError: the file is none of those.
+        DataError: the file is none of those; naming the field that is wrong.
     """
     try:
-        document: dict[str, Any] = json.loads(path.read_text())
-        document |= _curve(document)
-        if document.get("most") is not None:
-            document["most"] = Curve(**{**document["most"], **_curve(document["most"])})
-        document["front"] = FrontCosts(**document.get("front", {}))
-        told = tuple(map(Configuration.of, document.get("configurations", ())))
-        found = StepCosts(**{**document, "configurations": told or (ONE,)})
-        _check_numbers(found)
-        return found
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} holds no step costs: {error}", "delete it, and they are measured again") from error
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise _no_costs(path, "it is no JSON") from error
+    try:
+        found = _curve_of(document, "")
+        if found.get("most") is not None:
+            found["most"] = Curve(**_curve_of(found["most"], "most."))
+        found["front"] = FrontCosts(**_checked(found.get("front", {}), "front.", NO_FRONT._asdict()))
+        told = found.pop("configurations", None)
+        if told is not None:
+            found["configurations"] = _configurations(told)
+        return StepCosts(**_checked(found, "", vars(StepCosts((), ()))))
+    except _Wrong as error:
+        raise _no_costs(path, str(error)) from error
 
 
-def _check_numbers(costs: StepCosts) -> None:
-    """Refuse what no engine costs: figures of another kind, below 0 or not finite, and steps that take no time."""
-    curves: list[Curve] = [costs] if costs.most is None else [costs, costs.most]
-    for curve in curves:
-        if not all(size >= 1 and 0 < seconds < math.inf for size, seconds in curve.steps):
-            raise ValueError("steps of no rows or no time")
-        if not all(size >= 1 and 0 <= seconds < math.inf for size, seconds in curve.prompts):
-            raise ValueError("prompts of no tokens, or of no time that there is")
-    usual: dict[str, Any] = {**NO_FRONT._asdict(), **vars(StepCosts((), ()))}
-    told = (costs.front._asdict(), *map(vars, curves))
-    for name, value in (item for part in told for item in part.items()):
+class _Wrong(Exception):
+    """What is wrong with a file of costs: a field, the value found and the value wanted."""
+
+    def __init__(self, field: str, value: Any, wanted: str):
+        found = "missing" if value is _MISSING else repr(value)[:80]
+        super().__init__(f"{field} is {found}, and {wanted} is wanted")
+
+
+_MISSING = object()
+
+
+def _no_costs(path: Path, why: str) -> DataError:
+    return DataError(f"{path} holds no step costs: {why}", "delete it, and they are measured again")
+
+
+def _object(value: Any, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Wrong(field, value, "a JSON object")
+    return {**value}
+
+
+def _curve_of(value: Any, where: str) -> dict[str, Any]:
+    """The fields of a curve, and whatever else lies among them: of sizes and seconds, in pairs."""
+    found = _object(value, where.rstrip(".") or "the whole")
+    for name in ("steps", "prompts"):
+        pairs = found.get(name, _MISSING)
+        if not isinstance(pairs, list) or not pairs:
+            raise _Wrong(where + name, pairs, "a list of pairs [size, seconds]")
+        for number, pair in enumerate(pairs):
+            match pair:
+                # A prompt may take no time, and no step does.
+                case [size, seconds] if _is_number(size, int, 1) and _is_number(seconds, float, 0):
+                    good = seconds > 0 or name == "prompts"
+                case _:
+                    good = False
+            if not good:
+                raise _Wrong(f"{where}{name}[{number}]", pair, "a pair [size from 1 on, seconds]")
+        found[name] = tuple((size, float(seconds)) for size, seconds in pairs)
+    return found if not where else _checked(found, where, vars(Curve((), ())))
+
+
+def _configurations(value: Any) -> tuple[Configuration, ...]:
+    """What `Configuration.document` wrote of each."""
+    if not isinstance(value, list) or not value:
+        raise _Wrong("configurations", value, "a list of configurations")
+    found: list[Configuration] = []
+    for number, each in enumerate(value):
+        where = f"configurations[{number}]."
+        fields = _object(each, where[:-1])
+        quality = _object(fields.pop("quality", _MISSING), where + "quality")
+        usual = Configuration("", 0, 0)._asdict()
+        usual.pop("increase")
+        told = _checked({**dict.fromkeys(usual, _MISSING), **fields}, where, usual)
+        # A perplexity that is beyond all numbers, or under the unconverted model's, is one too.
+        increase = quality.get("increase", _MISSING)
+        if type(increase) not in (int, float) or math.isnan(increase):
+            raise _Wrong(where + "quality.increase", increase, "a number")
+        found.append(Configuration(**told, increase=float(increase)))
+    return tuple(found)
+
+
+def _checked(fields: dict[str, Any], where: str, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields, if each is one that there is and of the kind that it usually has: text, or a finite number from 0 on."""
+    found = _object(fields, where.rstrip(".") or "the whole")
+    for name, value in found.items():
+        if name not in usual:
+            raise _Wrong(where + name, value, "no such field")
         kind, least = type(usual[name]), 1 if name in ("rows", "window", "piece") else 0
         if kind is str and not isinstance(value, str):
-            raise ValueError(f"{name} is {value!r}, no text")
-        if kind in (int, float):
-            number = float(value) if type(value) in (int, kind) else math.nan
-            if not least <= number < math.inf:
-                raise ValueError(f"{name} is {value!r}, no number from {least} on")
-
-
-def _curve(document: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in ("steps", "prompts"):
-        found[name] = tuple((int(size), float(seconds)) for size, seconds in document[name])
-        if not found[name]:
-            raise ValueError(f"{name} is empty")
+            raise _Wrong(where + name, value, "a text")
+        if kind in (int, float) and not _is_number(value, kind, least):
+            raise _Wrong(where + name, value, f"{'a whole' if kind is int else 'a'} number from {least} on")
     return found
+
+
+def _is_number(value: Any, kind: type, least: float) -> bool:
+    return type(value) in (int, kind) and least <= value < math.inf
 
 
 def _between(points: Sequence[tuple[int, float]], size: int) -> float:

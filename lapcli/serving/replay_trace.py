@@ -1,5 +1,6 @@
 """Traces of requests: when each came, how long its prompt and its answer were; and sessions made of them."""
 
+import contextlib
 import csv
 import io
 import lzma
@@ -8,7 +9,7 @@ import random
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lapcli.errors import DataError, UsageError
 
@@ -74,23 +75,20 @@ def read_trace(path: Path) -> list[Arrival]:
     """
     try:
         packed = path.read_bytes()
-        text = (lzma.decompress(packed) if path.suffix == ".xz" else packed).decode("utf-8")
+        text = (lzma.decompress(packed) if path.suffix == ".xz" else packed).decode("utf-8-sig")
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, OSError):
+            why = error.strerror
+        elif isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start} is of no UTF-8 text"
+        else:
+            why = f"what xz packed is damaged, or something else ({error})"
         raise DataError(f"cannot read {path}: {why}", "name a CSV file, or one packed by xz") from error
     lines = csv.DictReader(io.StringIO(text))
-    missing = [name for name in COLUMNS if name not in (lines.fieldnames or ())]
-    if missing:
-        raise DataError(f"{path} has no column {missing[0]}", f"the first line names them: {','.join(COLUMNS)}")
-    found: list[tuple[float, int, int]] = []
-    for number, line in enumerate(lines, 2):
-        try:
-            prompt, answer = int(line["ContextTokens"]), int(line["GeneratedTokens"])
-            found.append((_seconds(line["TIMESTAMP"]), prompt, answer))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"line {number} of {path} is no request: {error}") from error
-        if prompt < 0 or answer < 0:
-            raise DataError(f"line {number} of {path} has {prompt} and {answer} tokens")
+    try:
+        found = _requests(lines, path)
+    except csv.Error as error:
+        raise DataError(f"line {lines.line_num + 1} of {path} is no line of a CSV file: {error}") from error
     if not found:
         raise DataError(f"{path} holds no request")
     found.sort(key=lambda each: each[0])
@@ -99,10 +97,45 @@ def read_trace(path: Path) -> list[Arrival]:
     return [Arrival(at - first, max(1, prompt), max(1, answer)) for at, prompt, answer in found]
 
 
+def _requests(lines: "csv.DictReader[str]", path: Path) -> list[tuple[float, int, int]]:
+    """What lines hold of `COLUMNS`, as they lie."""
+    missing = [name for name in COLUMNS if name not in (lines.fieldnames or ())]
+    if missing:
+        raise DataError(f"{path} has no column {missing[0]}", f"the first line names them: {','.join(COLUMNS)}")
+    found: list[tuple[float, int, int]] = []
+    for line in lines:
+        values: list[Any] = []
+        for name, (read, wanted) in zip(COLUMNS, _READERS, strict=True):
+            text, value = line[name], None
+            with contextlib.suppress(ValueError, OverflowError):
+                value = None if text is None else read(text)
+            if value is None:
+                what = "is missing" if text is None else f"is {text[:80]!r}"
+                raise DataError(f"line {lines.line_num} of {path}: {name} {what}, and {wanted} is wanted")
+            values.append(value)
+        found.append((values[0], values[1], values[2]))
+    return found
+
+
 def _seconds(text: str) -> float:
     """A time stamp; those of Azure have seven digits of a second, one more than Python reads."""
     whole, _, fraction = text.strip().partition(".")
+    if fraction and not fraction.isdecimal():
+        raise ValueError(fraction)
     return datetime.fromisoformat(whole).timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+
+
+def _tokens(text: str) -> int | None:
+    """A number of tokens; `None` for what is none."""
+    number = int(text)
+    return number if number >= 0 else None
+
+
+_READERS = (
+    (_seconds, "a time such as 2023-11-16 18:15:46.6805900"),
+    *[(_tokens, "a whole number of tokens, 0 or more,")] * 2,
+)
+"""Of `COLUMNS`: what reads the text, and what is wanted."""
 
 
 def make_sessions(arrivals: Sequence[Arrival], mean_turns: float, seed: int) -> list[Turn]:

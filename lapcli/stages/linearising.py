@@ -36,7 +36,7 @@ from lapcli.families.source import (
 )
 from lapcli.linearising.chain import Chain
 from lapcli.linearising.layer_order import layer_order
-from lapcli.linearising.plan import SUMMARY_FILE, LinearisingPlan, Place, Shape
+from lapcli.linearising.plan import SUMMARY_FILE, LinearisingPlan, Place, Shape, holds_conversion
 from lapcli.linearising.record import MEND, checked, converted, measured, summarise
 from lapcli.linearising.settings import LinearisingSettings, layers_of
 from lapcli.machine import Machine
@@ -277,7 +277,7 @@ def number_of(root: Path, fraction: str) -> int:
         ArtifactError: there is no conversion.
         UsageError: it is no fraction.
     """
-    if not (root / "base").is_dir():
+    if not holds_conversion(root):
         raise ArtifactError(f"{root} holds no conversion to dsla", "make one with lapcli convert MODEL --to dsla")
     return layers_of(fraction, Shape.of(resolve_model(str(root / "base")).config).layers)
 

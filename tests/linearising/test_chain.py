@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from lapcli.artifacts import read_artifact
+from lapcli.cli.inspect_ import describe
 from lapcli.errors import ArtifactError, FamilyError, ModelError, UsageError
 from lapcli.families.loading import load_model
 from lapcli.families.remote.lapcli_dual_state import dual_state_layers
 from lapcli.families.source import resolve_model
+from lapcli.linearising.plan import holds_conversion
 from lapcli.linearising.settings import DistillationSettings, LayerSettings, LinearisingSettings, SensitivitySettings
 from lapcli.machine import Machine
 from lapcli.reporting import SilentReporter
@@ -261,11 +263,22 @@ def test_a_converted_model_is_no_teacher(done, text, tmp_path):
         plan_linearising(resolve_model(str(result.output)), settings(text), "0.3", tmp_path / "out")
 
 
-def test_exports(done, tmp_path):
+def test_exports(done, source, text, tmp_path):
     root, result = done
     assert number_of(root, "0.34") == 1
     with pytest.raises(ArtifactError, match="holds no conversion"):
         number_of(tmp_path, "0.5")
+    shutil.copytree(root, tmp_path / "teacherless")
+    (tmp_path / "teacherless" / "base" / "config.json").unlink()
+    for base in ("an empty folder", "gone"):
+        for read in (holds_conversion, lambda folder: number_of(folder, "0.5"), lambda folder: describe(str(folder))):
+            with pytest.raises(ArtifactError, match=r"not the model that they are of: there is no .*base.config\.json"):
+                read(tmp_path / "teacherless")
+        assert (tmp_path / "teacherless" / "base").exists() == (base != "gone")
+        shutil.rmtree(tmp_path / "teacherless" / "base", ignore_errors=True)
+    # As is said there.
+    convert(source, settings(text, steps=6, kl_weight=0.0), "1", tmp_path / "teacherless")
+    assert number_of(tmp_path / "teacherless", "0.34") == 1
     shutil.copytree(root, tmp_path / "copy")
     for path in sorted((tmp_path / "copy" / "prefixes").glob("*"))[2:]:
         path.unlink()

@@ -51,10 +51,17 @@ def test_a_trace_is_read_in_the_order_of_time(trace):
     [
         ((), HEAD, "no request"),
         (("2023-11-16 18:15:46,1,2",), "a,b\n", "no column TIMESTAMP"),
-        (("2023-11-16 18:15:46,1,2", "yesterday,1,2"), HEAD, "line 3"),
-        (("2023-11-16 18:15:46,1",), HEAD, "line 2"),
-        (("2023-11-16 18:15:46,-1,2",), HEAD, "-1 and 2 tokens"),
-        (("2023-11-16 18:15:46,many,2",), HEAD, "line 2"),
+        (
+            ("2023-11-16 18:15:46,1,2", "", "yesterday,1,2"),
+            HEAD,
+            "line 4 .*: TIMESTAMP is 'yesterday', and a time such as",
+        ),
+        (("2023-11-16 18:15:46.1e5,1,2",), HEAD, "TIMESTAMP is '2023-11-16 18:15:46.1e5'"),
+        (("2023-11-16 18:15:46,1",), HEAD, "line 2 .*: GeneratedTokens is missing, and a whole number"),
+        (("2023-11-16 18:15:46,-1,2",), HEAD, "ContextTokens is '-1', and a whole number"),
+        (("2023-11-16 18:15:46,many,2",), HEAD, "line 2 .*: ContextTokens is 'many'"),
+        (("2023-11-16 18:15:46,1.5,2",), HEAD, "ContextTokens is '1.5'"),
+        (("2023-11-16 18:15:46,1," + 200_000 * "2",), HEAD, "line 2 .* no line of a CSV file"),
     ],
 )
 def test_what_is_no_trace(trace, lines, head, word):
@@ -218,19 +225,30 @@ def test_costs_are_measured_written_and_read(folder, tmp_path):
     assert costs.step(6, 0) == pytest.approx(2 * costs.step(3, 0))
     low, high = costs.prompt(16, 0), costs.prompt(32, 0)
     assert costs.prompt(24, 0) == pytest.approx((low + high) / 2)
-    for text in ("", "[]", "{}", '{"steps": [], "prompts": []}'):
-        (tmp_path / "broken").write_text(text)
-        with pytest.raises(DataError, match="no step costs"):
-            read_costs(tmp_path / "broken")
     whole = json.loads((tmp_path / "costs.json").read_text())
-    for change in (
-        {"rows": "3"}, {"rows": 0}, {"rows": 2.5}, {"model": 1}, {"context_step": -1e-9}, {"slot_bytes": None},
-        {"steps": [[1, -0.1]]}, {"prompts": [[1, math.nan]]}, {"front": {"token": math.inf}},
-        {"most": {"steps": whole["steps"], "prompts": whole["prompts"], "context_step": -1.0}},
+    one = {"name": "x", "converted": 0, "layers": 1, "fixed_bytes": 0, "token_bytes": 1, "quality": {"increase": 0.0}}
+    for text, words in (
+        ("", "it is no JSON"), ("[]", "the whole is [], and a JSON object is wanted"), ("{}", "steps is missing"),
+        *((json.dumps({**whole, **change}), words) for change, words in (
+            ({"rows": "3"}, "rows is '3', and a whole number from 1 on"), ({"rows": 0}, "rows is 0, and a whole"),
+            ({"rows": 2.5}, "rows is 2.5"), ({"model": 1}, "model is 1, and a text"), ({"rows": True}, "rows is True"),
+            ({"context_step": -1e-9}, "context_step is -1e-09, and a number from 0 on"), ({"steps": []}, "steps is []"),
+            ({"slot_bytes": None}, "slot_bytes is None"), ({"steps": [[1, -0.1]]}, "steps[0] is [1, -0.1], and a pair"),
+            ({"steps": [[1, 0]]}, "steps[0]"), ({"prompts": [[1, 1.0], [1]]}, "prompts[1] is [1]"),
+            ({"prompts": [[1, math.nan]]}, "prompts[0]"), ({"front": {"token": math.inf}}, "front.token is inf"),
+            ({"front": 3}, "front is 3, and a JSON object"), ({"speed": 3}, "speed is 3, and no such field"),
+            ({"most": {"steps": whole["steps"], "prompts": whole["prompts"], "context_step": -1.0}},
+             "most.context_step is -1.0"),
+            ({"most": {"steps": whole["steps"]}}, "most.prompts is missing"),
+            ({"configurations": [one, {}]}, "configurations[1].quality is missing"),
+            ({"configurations": [{**one, "layers": "1"}]}, "configurations[0].layers is '1', and a whole number"),
+            ({"configurations": [{**one, "quality": {}}]}, "configurations[0].quality.increase is missing"),
+        )),
     ):  # fmt: skip
-        (tmp_path / "broken").write_text(json.dumps({**whole, **change}))
-        with pytest.raises(DataError, match="no step costs"):
+        (tmp_path / "broken").write_text(text)
+        with pytest.raises(DataError, match="no step costs") as raised:
             read_costs(tmp_path / "broken")
+        assert words in raised.value.message
 
 
 def test_a_replay_against_a_server(scripted):
