@@ -120,6 +120,7 @@ class Pages:
         table: `[layers, slots, pages of a row]`, int32, on the device; it stays where it is. Behind a row's pages there
             may be the number of any.
         count: how many pages there are.
+        least_free: the fewest that were free at any time; set it anew, and it counts from then on.
 
     Raises:
         ModelError: there are too few for one row of full length.
@@ -172,6 +173,7 @@ class Pages:
         self._places: dict[int, list[int]] = {}
         # Tokens that these have room for.
         self._room: dict[int, float] = {}
+        self.least_free = self.count
 
     @property
     def free(self) -> int:
@@ -209,6 +211,7 @@ class Pages:
             )
         for layer in kind.states:
             self.states[layer].blocks[slot] = self._free.pop()
+        self.least_free = min(self.least_free, self.free)
 
     def close(self, slot: int) -> None:
         """Let a row end; its pages are free."""
@@ -259,6 +262,7 @@ class Pages:
             held += numbers[len(numbers) - more :]
             self._room[slot] = len(held) // len(places) * PAGE
         if indices:
+            self.least_free = min(self.least_free, self.free)
             self._tell(indices, numbers)
 
     def clear(self, slot: int) -> None:

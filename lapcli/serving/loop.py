@@ -75,7 +75,7 @@ class EngineLoop:
         self._mixed, self._mixed_seconds, self._split_seconds = 0, 0.0, 0.0
         self._handed: dict[str, _Handover] = {}
         self._switched: list[list[Any]] = []
-        self._least_free = self._free()[1]
+        batch.engine.pages.least_free = batch.engine.pages.free
         self._piece, self._together = batch.piece, batch.together
         self._requests: dict[int, str] = {}
         self._rows: dict[str, int] = {}
@@ -161,9 +161,8 @@ class EngineLoop:
         return events
 
     def _note(self, mixed: int, prompts: bool, begun: float) -> None:
-        """Note what a step took, and memory."""
+        """Note what a step took."""
         batch = self.batch
-        self._least_free = min(self._least_free, self._free()[1])
         if mixed:
             least, most = batch.engine.steps.span or (0, 0)
             self._split_seconds += self.measured.split_seconds * (most - least)
@@ -239,7 +238,8 @@ class EngineLoop:
 
     def stats(self) -> dict[str, Any]:
         """How it stands: rows, memory, what steps take, and who waits."""
-        batch, (total, free) = self.batch, self._free()
+        # Slots are rows' own.
+        batch, pages = self.batch, self.batch.engine.pages
         # Those with a prompt between them take longer; they are as many as if they did not.
         mixed = self._mixed_seconds / self._mixed * batch.mixed_steps if self._mixed else 0.0
         device = self.batch.engine.device
@@ -250,9 +250,9 @@ class EngineLoop:
             "rows": self.batch.room,
             "steps": self._steps,
             "shrunk": self._shrunk,
-            "total_bytes": total,
-            "free_bytes": free,
-            "peak_bytes": total - self._least_free,
+            "total_bytes": pages.count * pages.page_bytes,
+            "free_bytes": pages.free * pages.page_bytes,
+            "peak_bytes": (pages.count - pages.least_free) * pages.page_bytes,
             "prefill_seconds": self.measured.prefill_seconds,
             "step_seconds": self._step_seconds,
             "switches": batch.switches,
@@ -264,13 +264,6 @@ class EngineLoop:
             "memory": torch.cuda.memory_reserved(device) if on_gpu else _resident(),
             "peak_memory": torch.cuda.max_memory_reserved(device) if on_gpu else _peak(),
         }
-
-    def _free(self) -> tuple[int, int]:
-        """Bytes that pages may take, and those that nobody has; slots are rows' own."""
-        engine = self.batch.engine
-        total, free = engine.memory
-        slot = engine.slot_bytes
-        return total - engine.max_rows * slot, free - engine.slots.free * slot
 
 
 def _told(request: str, event: Event) -> list[Any]:

@@ -76,13 +76,14 @@ def read_conversion(root: Path) -> Conversion:
     found = [Configuration(f"0-of-{layers}", 0, layers)]
     for number, artifact in enumerate(stored(place), 1):
         record = artifact.lineage.record
-        try:
-            worse = float(record["cross_entropy"]) - float(record["teacher_cross_entropy"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(
-                f"{artifact.path} does not say how good the converted model is: {type(error).__name__} {error}",
-                f"convert anew: lapcli convert MODEL --to dsla --output {root} --overwrite",
-            ) from error
+        for name in ("cross_entropy", "teacher_cross_entropy"):
+            if type(record.get(name)) not in (int, float) or math.isnan(record[name]):
+                said = f"its {name} is {record[name]!r}" if name in record else f"it has no {name}"
+                raise ArtifactError(
+                    f"{artifact.path} does not say how good the converted model is: {said}, and a number is wanted",
+                    f"convert anew: lapcli convert MODEL --to dsla --output {root} --overwrite",
+                )
+        worse = record["cross_entropy"] - record["teacher_cross_entropy"]
         # Rounded, so that 11 after 10 is 10 %, as it is typed. What overflows is no limit's.
         increase = round(math.expm1(worse), 9) if worse < _ABSURD else math.inf
         found.append(Configuration(f"{number}-of-{layers}", number, layers, increase=increase))

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _SEED = 2**63
 
@@ -111,15 +111,25 @@ class TextPart(_Strict):
 class ChatMessage(_Strict):
     """A message of a chat."""
 
-    role: str = Field(min_length=1, max_length=64, description="As the model's chat template knows it.")
-    content: str | list[TextPart] | None = Field(None, description="Its text.")
+    role: Literal["system", "developer", "user", "assistant"] = Field(
+        description="Of these, what the model's chat template knows; there are no tools here."
+    )
+    content: str | Annotated[list[TextPart], Field(min_length=1)] = Field(description="Its text.")
     name: str | None = Field(None, max_length=256)
     refusal: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_there(cls, content: Any) -> Any:
+        """OpenAI's may be null where tools are called, which there are none of here."""
+        if not isinstance(content, str) and not (isinstance(content, list) and content):
+            raise ValueError("a text, or a list of parts of the type text, is wanted")
+        return content
 
     def plain(self) -> dict[str, str]:
         """As a chat template takes it."""
         content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content or [])
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
         found = {"role": self.role, "content": text}
         return found if self.name is None else {**found, "name": self.name}
 

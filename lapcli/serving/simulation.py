@@ -181,6 +181,8 @@ class SimulatedEngine:
             self.now += self._step(stepping)
             for row in stepping:
                 row.seen += 1
+            # Those that end have a page for their last token before they give all back.
+            self._free()
         if self.costs.device == "cpu":
             self._say([*joined, *stepping], self.now)
         else:

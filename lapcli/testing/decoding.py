@@ -1,11 +1,12 @@
 """What tests of decoding share: prompts, the logits of one pass over everything, how far others are, and NaN."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lapcli.runtime.batch import Batch
 from lapcli.runtime.engine import Engine
 from lapcli.runtime.prefill import cache_argument
 
@@ -75,3 +76,33 @@ def spoil(engine: Engine, kept: Collection[int]) -> None:
         pool.write(slot, at, keys, values)
     for tensor in recurrent:
         tensor[[slot for slot in range(engine.max_rows) if slot not in rows]] = torch.nan
+
+
+class Worked(NamedTuple):
+    """What a batch did until nothing was left of it.
+
+    Attributes:
+        steps: that its engine ran.
+        ends: its rows, in the order in which they ended.
+    """
+
+    steps: int
+    ends: list[int]
+
+
+def work_off(batch: Batch) -> Worked:
+    """Advance a batch until all its rows have ended."""
+    steps, ends, run = 0, [], batch.engine.steps.run
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return run(*arguments, **options)
+
+    batch.engine.steps.run = counting
+    try:
+        while batch.unfinished:
+            ends += [event.row for event in batch.advance() if event.reason]
+    finally:
+        batch.engine.steps.run = run
+    return Worked(steps, ends)

@@ -1,6 +1,6 @@
 """Tiny real teachers of every kind whose attention can be converted, converted models, and an oracle of the layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,26 +135,55 @@ def tiny_conversion(
             else tensor
             for name, tensor in layer_tensors(converted(model, layer, **settings), [layer]).items()
         }
-        lineage = Lineage(
-            kind=KIND,
-            model=base.describe(),
-            family="dsla",
-            settings={
-                "number": number,
-                "layer": layer,
-                "dual_state": {**DualStateSettings(**settings).as_config(), "layers": []},
-                "distillation": {"data": "none", "chained": True, "validation": 1, "seq_len": 64},
-            },
-            record={
-                "number": number,
-                "layer": layer,
-                "alignment": {"before": 1.0, "after": 0.5},
-                "cross_entropy": 2.0 + 0.1 * number,
-                "kl": 0.1 * number,
-                "teacher_cross_entropy": 2.0,
-                "tokens": 1000,
-                "tasks": [],
-            },
-        )
-        write_artifact(place.prefix(number, layer), lineage, tensors)
+        write_layer(
+            place, base, number, layer, tensors, settings=DualStateSettings(**settings),
+            teacher_cross_entropy=2.0, worse=0.1 * number,
+        )  # fmt: skip
     return root
+
+
+def write_layer(
+    place: Place,
+    base: ModelSource,
+    number: int,
+    layer: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    settings: DualStateSettings,
+    teacher_cross_entropy: float,
+    worse: float,
+) -> None:
+    """Write a converted layer as `lapcli convert --to dsla` does, with all that its readers look for.
+
+    Args:
+        place: of the conversion.
+        base: its teacher.
+        number: of the layer in the order of conversion, from 1.
+        layer: its place in the model.
+        tensors: of its attention module, by their names in the model.
+        settings: of the layers.
+        teacher_cross_entropy: nats a token that the teacher is said to have.
+        worse: nats more that the model with the first `number` layers converted is said to have.
+    """
+    lineage = Lineage(
+        kind=KIND,
+        model=base.describe(),
+        family="dsla",
+        settings={
+            "number": number,
+            "layer": layer,
+            "dual_state": {**settings.as_config(), "layers": []},
+            "distillation": {"data": "none", "chained": True, "validation": 1, "seq_len": 64},
+        },
+        record={
+            "number": number,
+            "layer": layer,
+            "alignment": {"before": 1.0, "after": 0.5},
+            "cross_entropy": teacher_cross_entropy + worse,
+            "kl": worse,
+            "teacher_cross_entropy": teacher_cross_entropy,
+            "tokens": 1000,
+            "tasks": [],
+        },
+    )
+    write_artifact(place.prefix(number, layer), lineage, tensors)

@@ -23,13 +23,12 @@ def draw(root: Path, *, shape: str = "smollm2-like", fraction: float = 0.5, seed
     import torch
     import transformers
 
-    from lapcli.artifacts import Lineage, write_artifact
     from lapcli.benchmarks.speed.configs import CONFIGS
     from lapcli.families.loading import load_model, load_tokenizer
     from lapcli.families.remote.lapcli_dual_state import DualStateSettings, convert_layers
     from lapcli.families.source import resolve_model
     from lapcli.linearising.plan import Place
-    from lapcli.linearising.record import KIND
+    from lapcli.testing.dual_state import layer_tensors, write_layer
 
     place = Place(root)
     if (root / DRAWN).is_file():
@@ -52,22 +51,9 @@ def draw(root: Path, *, shape: str = "smollm2-like", fraction: float = 0.5, seed
     model, settings = load_model(base, dtype=torch.bfloat16), DualStateSettings()
     convert_layers(model, settings, order)
     for number, layer in enumerate(order, 1):
-        prefix = f"model.layers.{layer}.self_attn."
-        tensors = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)}
-        worse = {"cross_entropy": 3.0 + _INCREASE * number, "teacher_cross_entropy": 3.0, "kl": 0.0, "tasks": []}
-        record = {"number": number, "layer": layer, "tokens": 0, "alignment": {"before": 1.0, "after": 1.0}, **worse}
-        lineage = Lineage(
-            kind=KIND,
-            model=base.describe(),
-            family="dsla",
-            settings={
-                "number": number,
-                "layer": layer,
-                "dual_state": {**settings.as_config(), "layers": []},
-                "distillation": {"data": "none", "chained": True, "validation": 1, "seq_len": 64},
-            },
-            record=record,
-        )
-        write_artifact(place.prefix(number, layer), lineage, tensors)
+        write_layer(
+            place, base, number, layer, layer_tensors(model, [layer]), settings=settings,
+            teacher_cross_entropy=3.0, worse=_INCREASE * number,
+        )  # fmt: skip
     (root / DRAWN).write_text(json.dumps({"shape": shape, "seed": seed, "change": change}) + "\n")
     return root

@@ -21,7 +21,7 @@ from lapcli.serving.replay_texts import Prompts
 from lapcli.serving.replay_trace import Arrival, Turn, fit, make_sessions, read_trace, scaled, shares
 from lapcli.serving.settings import Limits
 from lapcli.serving.simulation import simulate
-from lapcli.testing.decoding import prompts_of
+from lapcli.testing.decoding import prompts_of, work_off
 from lapcli.testing.models import byte_tokenizer
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -193,17 +193,7 @@ def test_a_simulation_does_the_steps_that_an_engine_does(folder):
     batch = Batch(engine, together=32, piece=32)
     for prompt, answer in zip(prompts_of(*lengths), answers, strict=True):
         batch.add(prompt, GenerationSettings(max_new_tokens=answer))
-    steps, run = 0, engine.steps.run
-
-    def counting(*arguments, **options):
-        nonlocal steps
-        steps += 1
-        return run(*arguments, **options)
-
-    engine.steps.run = counting
-    ends = []
-    while batch.unfinished:
-        ends += [event.row for event in batch.advance() if event.reason]
+    steps, ends = work_off(batch)
     # One unit of time for each step, whatever its rows, and none for prompts.
     costs = StepCosts(((1, 1.0), (3, 1.0)), ((1, 1e-9), (32, 1e-9)), rows=3, window=1000, piece=32)
     turns = [Turn(0.0, n, (p,), a, p) for n, (p, a) in enumerate(zip(lengths, answers, strict=True))]

@@ -178,8 +178,24 @@ def test_chats(server, offline):
     assert "".join(delta.get("content", "") for delta in deltas) == wanted.text
     # Where nobody says how long, the room that is left is the end.
     assert sum(server.send(CHAT, {"messages": messages, "ignore_eos": True}).document["usage"].values()) == 2 * 256
-    refused = server.send(CHAT, {"messages": [{"role": "judge", "content": "x"}]})
+    refused = server.send(CHAT, {"messages": [{"role": "developer", "content": "x"}]})
     assert (refused.status, "no such role" in refused.document["error"]["message"]) == (400, True)
+
+
+def test_chats_of_nobody_or_about_nothing(server):
+    """Refused whatever the template would make of them, in the words of OpenAI's errors."""
+    for message, field in (
+        ({"role": "judge", "content": "x"}, "role"), ({"role": "tool", "content": "x"}, "role"),
+        ({"role": "assistant", "content": None}, "content"), ({"role": "user"}, "content"),
+        ({"role": "user", "content": []}, "content"), ({"role": "user", "content": 3}, "content"),
+        ({"role": "user", "content": [{"type": "image_url", "text": "x"}]}, "content.0.type"),
+    ):  # fmt: skip
+        refused = server.send(CHAT, {"messages": [{"role": "user", "content": "x"}, message]})
+        error = refused.document["error"]
+        assert (refused.status, error["type"], error["param"]) == (
+            400, "invalid_request_error", f"messages.1.{field}"
+        )  # fmt: skip
+        assert error["message"].startswith(error["param"])
 
 
 @pytest.mark.parametrize(

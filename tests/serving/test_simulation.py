@@ -15,7 +15,7 @@ from lapcli.serving.replay_modes import simulate_mode
 from lapcli.serving.replay_results import compared
 from lapcli.serving.replay_trace import Fitted, Turn
 from lapcli.serving.simulation import Counted, simulate
-from lapcli.testing.decoding import prompts_of
+from lapcli.testing.decoding import prompts_of, work_off
 from lapcli.testing.dual_state import tiny_conversion
 from lapcli.testing.models import byte_tokenizer
 
@@ -189,17 +189,7 @@ def test_a_simulation_does_the_steps_of_an_engine_with_configurations(conversion
     batch = Batch(engine, together=32, piece=32)
     for prompt, answer, name in zip(prompts_of(*lengths), answers, names, strict=True):
         batch.add(prompt, GenerationSettings(max_new_tokens=answer), name)
-    steps, run = 0, engine.steps.run
-
-    def counting(*arguments, **options):
-        nonlocal steps
-        steps += 1
-        return run(*arguments, **options)
-
-    engine.steps.run = counting
-    ends = []
-    while batch.unfinished:
-        ends += [event.row for event in batch.advance() if event.reason]
+    steps, ends = work_off(batch)
     kinds = tuple(told_of(engine))
     costs = StepCosts(((1, 1.0), (5, 1.0)), ((1, 1e-9), (32, 1e-9)), rows=5, window=256, piece=32, configurations=kinds)
     counted = Counted()
@@ -209,6 +199,7 @@ def test_a_simulation_does_the_steps_of_an_engine_with_configurations(conversion
     assert batch.set_back > 0
     assert (counted.set_back, counted.steps) == (batch.set_back, steps)
     assert counted.mixed_steps == batch.mixed_steps
+    assert counted.peak_bytes == (engine.pages.count - engine.pages.least_free) * engine.pages.page_bytes
     assert [each.number for each in sorted(outcomes, key=lambda each: (each.end, ends.index(each.number)))] == ends
 
 
