@@ -112,6 +112,8 @@ def _without_room(error: OSError) -> Exception:
 _GOES_ON = "every finished artifact is whole, and the same command goes on from there"
 _KEPT = {
     "bench": "what was measured before is in the file of --output, if one was named",
+    "replay": "nothing of the replay is kept, and the same command begins anew, but for step costs that were measured",
+    "serve": "what was under way has ended",
     **dict.fromkeys(("doctor", "generate", "inspect", "list", "plan"), "nothing is kept"),
 }
 """What an interruption leaves, by command, where it is not the usual."""

@@ -86,7 +86,10 @@ def run(
     ] = None,
     max_ppl_increase: Annotated[
         str | None,
-        typer.Option(help="Of adaptive: see lapcli serve. Default: 10%.", rich_help_panel=_MODES),
+        typer.Option(
+            help="Of adaptive: see lapcli serve. Of others it is said whether they are within. Default: 10%.",
+            rich_help_panel=_MODES,
+        ),
     ] = None,
     caps: Annotated[str | None, typer.Option(help="Of adaptive: see lapcli serve.", rich_help_panel=_MODES)] = None,
     offload: Annotated[
@@ -125,7 +128,7 @@ def run(
 
     from lapcli.artifacts import refuse_unmarked
     from lapcli.cli import display
-    from lapcli.serving.modes import Wish, parse_modes
+    from lapcli.serving.modes import DEFAULT_INCREASE, Wish, parse_modes
     from lapcli.serving.replay_client import DEFAULT_URL
     from lapcli.serving.replay_engines import Engines
     from lapcli.serving.replay_trace import make_sessions, read_trace, scaled
@@ -147,17 +150,22 @@ def run(
     engine = Engines(model, size, max_length, max_rows, max_waiting, device, dtype, replicas)
     chosen = None if modes is None else parse_modes(modes)
     engine.check(chosen, wish, simulated=simulate is not None, url=url)
+    limit = DEFAULT_INCREASE if wish.limit is None else wish.limit
     arrivals = read_trace(trace)[:requests]
     plain = make_sessions(arrivals, turns, seed)
     reporter = display.DisplayReporter(quiet or as_json)
     said = make_sessions(scaled(arrivals, time_scale, length_scale), turns, seed)
     head: dict[str, Any] = {"trace": trace.name, "turns": turns, "seed": seed, "time_scale": time_scale}
     head |= {"length_scale": length_scale, **_lengths(plain)}
+    # A mode that memory does not hold is not found out after hours of others.
+    rooms = None if chosen is None or simulate is not None else engine.planned(chosen, wish)
     if dry_run:
         last = said[-1].seconds
         would = {**head, "requests": len(said), "seconds": last, "writes": str(output or "nothing")}
         if chosen is not None:
             would["modes"] = [mode.name for mode in chosen]
+        if rooms is not None:
+            would["engines"] = rooms
         if simulate is not None:
             would |= _would_simulate(engine, simulate, chosen, wish)
         display.would_do(would, as_json)
@@ -168,11 +176,11 @@ def run(
         results = {"as served": asyncio.run(_send(said, url or DEFAULT_URL, tokenizer, seed, reporter))}
     else:
         results = _serve_modes(said, chosen, wish, engine, tokenizer, seed, output, reporter)
-    document = {**head, **_together(results, chosen is not None)}
+    document = {**head, **_together(results, None if chosen is None else limit)}
     if as_json:
         display.emit(document)
     elif not quiet:
-        _show(head, {name: found for name, (found, _) in results.items()}, document.get("compared"))
+        _show(head, {name: found for name, (found, _) in results.items()}, document.get("compared"), limit)
     # Last: what took long is shown whatever becomes of the file.
     if output is not None:
         _write(output, document, results)
@@ -186,7 +194,7 @@ def _would_simulate(engine: "Engines", file: Path, modes: "list[Mode] | None", w
 
     costs = engine.known_costs(file)
     if costs is None:
-        return {"costs": f"measured of {engine.model} and written to {file}"}
+        return {"costs": f"measured of {engine.model} and written to {file}", "engines": engine.planned(modes, wish)}
     costs = replace(costs, window=min(costs.window, engine.max_length or costs.window))
     rooms = {}
     for mode in modes or [None]:
@@ -288,14 +296,22 @@ def _simulate(
     return results
 
 
-def _together(results: Results, several: bool) -> dict[str, Any]:
-    """One document of the figures of all modes."""
+def _together(results: Results, limit: float | None) -> dict[str, Any]:
+    """One document of the figures of all modes, and of which are within a limit of perplexity; of one without."""
     from lapcli.serving.replay_results import compared
 
     figures = {name: found for name, (found, _) in results.items()}
-    if not several:
+    if limit is None:
         return next(iter(figures.values()))
-    return {"modes": figures, "compared": compared(figures)}
+    for found in figures.values():
+        found["within_limit"] = _within(found, limit)
+    return {"max_ppl_increase": limit, "modes": figures, "compared": compared(figures)}
+
+
+def _within(found: dict[str, Any], limit: float) -> bool | None:
+    """Whether a mode kept a limit of perplexity; a mean over many tokens is not exact."""
+    increase = found["ppl_increase"]
+    return None if increase is None else increase <= limit + 1e-9
 
 
 def _write(file: Path, document: dict[str, Any], results: Results) -> None:
@@ -311,7 +327,10 @@ def _write(file: Path, document: dict[str, Any], results: Results) -> None:
 
 
 def _show(
-    head: dict[str, Any], figures: dict[str, dict[str, Any]], compared: dict[str, dict[str, float | None]] | None
+    head: dict[str, Any],
+    figures: dict[str, dict[str, Any]],
+    compared: dict[str, dict[str, float | None]] | None,
+    limit: float,
 ) -> None:
     from lapcli.cli import display
     from lapcli.serving.replay_results import PERCENTILES
@@ -334,7 +353,7 @@ def _show(
         ]
         display.table(f"{found['mode']}: {found['model']}", ["", *columns], rows)
     if compared is not None or any(found["share_converted"] for found in figures.values()):
-        _show_modes(figures, compared or {})
+        _show_modes(figures, compared or {}, limit)
     for found in figures.values():
         cut = f"{found['prompts_cut']} prompts cut to the window of {found['window']} tokens"
         cut += f", {found['answers_cut']} answers" if found["answers_cut"] else ""
@@ -346,7 +365,7 @@ def _show(
         )
 
 
-def _show_modes(figures: dict[str, dict[str, Any]], compared: dict[str, dict[str, float | None]]) -> None:
+def _show_modes(figures: dict[str, dict[str, Any]], compared: dict[str, dict[str, float | None]], limit: float) -> None:
     """What each mode converted, and what that cost and gained."""
     from lapcli.cli import display
 
@@ -356,9 +375,12 @@ def _show_modes(figures: dict[str, dict[str, Any]], compared: dict[str, dict[str
     def several(value: float | None, factor: float, unit: str) -> str:
         return "-" if value is None else f"{value * factor:.2f} {unit}"
 
+    judged = all("within_limit" in found for found in figures.values())
+    said = {True: "yes", False: "no", None: "-"}
     lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("layers converted, mean over tokens", lambda found: percent(found["share_converted"])),
         ("perplexity above the base's, mean over tokens", lambda found: percent(found["ppl_increase"])),
+        *([(f"within {100 * limit:g} %", lambda found: said[found["within_limit"]])] if judged else []),
         ("keys, values and states in pages at most", lambda found: several(found["rows_peak_bytes"], 1 / 2**20, "MiB")),
         ("of", lambda found: several(found["rows_total_bytes"], 1 / 2**20, "MiB")),
         ("memory of the engine at most", lambda found: several(found.get("peak_memory_bytes"), 1 / 2**20, "MiB")),

@@ -93,6 +93,18 @@ class Convertible:
             yield from module.parameters()
             yield from module.buffers()
 
+    @property
+    def layer_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights of a layer as attention, and as states; none where no layer is both."""
+        layer = next(iter(self.attention), None)
+        if layer is None:
+            return 0, 0
+        attention, states = (
+            storage_bytes((*module.parameters(), *module.buffers()))
+            for module in (self.attention[layer], self.states[layer])
+        )
+        return attention, states
+
     def configurations(self, block_bytes: int, attention: Mapping[int, AttentionPool]) -> tuple[Configuration, ...]:
         """What an engine offers.
 
@@ -108,6 +120,12 @@ class Convertible:
             name, fixed = f"{number}-of-{layers}", number * block_bytes
             found.append(Configuration(name, number, layers, fixed, token, self.quality[number]))
         return tuple(found)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors take, several of which may lie in one place, and with room beside them."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 def only_configuration(

@@ -14,6 +14,7 @@ from lapcli.runtime.configurations import (
     Convertible,
     load_convertible,
     only_configuration,
+    storage_bytes,
 )
 from lapcli.runtime.eager import EagerPlan
 from lapcli.runtime.pages import ALL, Kind, Pages
@@ -576,15 +577,19 @@ class Engine:
             tensors = tuple(self._convertible.tensors())
             if self._convertible.offload is not None:
                 beside["offloaded"] = self._convertible.offload.nbytes
-        weights = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         recurrent = self.plan.recurrent.values()
         return {
-            "weights": sum(weights.values()),
+            "weights": storage_bytes(tensors),
             "states": sum(tensor.nbytes for pool in recurrent for tensor in pool.tensors()[:1]),
             "convolutions": sum(tensor.nbytes for pool in recurrent for tensor in pool.tensors()[1:]),
             "attention": self.pages.content.nbytes,
             **beside,
         }
+
+    @property
+    def layer_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights of a layer as attention, and as states; none where no layer is both."""
+        return (0, 0) if self._convertible is None else self._convertible.layer_bytes
 
     def converted(self, configuration: str | None) -> int:
         """The number of converted layers of a configuration, of the first one for `None`.

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lapcli.artifacts import atomic_file
 from lapcli.errors import DataError
 from lapcli.serving.policy import Configuration
 
@@ -74,7 +75,8 @@ class StepCosts(Curve):
     Layers are alike, so that what lies between the fewest and the most converted ones is on a straight line.
 
     Attributes:
-        model: whose.
+        model: whose, as it was named.
+        digest: of it, and of what is known of its configurations; empty where nobody noted it.
         device: where.
         rows: the engine has room for.
         window: tokens of a request, prompt and answer.
@@ -84,12 +86,16 @@ class StepCosts(Curve):
         split_seconds: more of a step for each layer that is attention for some of its rows and states for others.
         weights_bytes: of the model, all configurations together, and what a step takes beside rows.
         layer_bytes: of these, for each layer that is there twice.
+        gate_bytes: of these, what a layer has more as states than as attention.
         slot_bytes: of states, for each row that there is room for.
         total_bytes: that pages might take in the engine that was measured; 0 where it has none.
+        page_bytes: of each; 0 where nobody noted it.
+        state_bytes: of a converted layer's states: a page, where no layer is attention; 0 where nobody noted it.
         front: what comes before and behind the engine.
     """
 
     model: str = ""
+    digest: str = ""
     device: str = "cpu"
     rows: int = 1
     window: int = 2
@@ -99,8 +105,11 @@ class StepCosts(Curve):
     split_seconds: float = 0.0
     weights_bytes: int = 0
     layer_bytes: int = 0
+    gate_bytes: int = 0
     slot_bytes: int = 0
     total_bytes: int = 0
+    page_bytes: int = 0
+    state_bytes: int = 0
     front: FrontCosts = NO_FRONT
 
     def step(self, rows: int, seen: float, converted: float = 0.0, seen_converted: float = 0.0) -> float:
@@ -131,7 +140,8 @@ class StepCosts(Curve):
         """Write them as JSON."""
         told = [each.document() for each in self.configurations]
         document = {**asdict(self), "configurations": told, "front": self.front._asdict()}
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        with atomic_file(path) as temporary:
+            temporary.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def read_costs(path: Path) -> StepCosts:
@@ -251,7 +261,7 @@ def _between(points: Sequence[tuple[int, float]], size: int) -> float:
 
 
 def measure_costs(
-    batch: "Batch", *, model: str, window: int, base_bytes: int = 0, known: Sequence[Configuration] = ()
+    batch: "Batch", *, model: str, window: int, digest: str = "", known: Sequence[Configuration] = ()
 ) -> StepCosts:
     """Measure, with an engine that does nothing else meanwhile.
 
@@ -259,7 +269,7 @@ def measure_costs(
         batch: as a server has it, with a tokenizer: making texts of tokens is a part of a step.
         model: its name.
         window: tokens of a request.
-        base_bytes: of the weights of the unconverted model; 0 where there is no other.
+        digest: of it.
         known: configurations that there are, where the engine holds the first and the last of them alone.
     """
     from lapcli.serving.worker import beside_rows
@@ -273,11 +283,12 @@ def measure_costs(
     split = 0.0
     if other is not None and rows > 1:
         split = split_cost(batch, rows, (curve.steps[-1][1] + other.steps[-1][1]) / 2)
-    weights = engine.nbytes()["weights"]
+    weights, (as_attention, as_states) = engine.nbytes()["weights"], engine.layer_bytes
     beside = beside_rows(engine, window, engine.device)
     return StepCosts(
         **vars(curve),
         model=model,
+        digest=digest,
         device=str(engine.device),
         rows=engine.max_rows,
         window=window,
@@ -286,9 +297,12 @@ def measure_costs(
         most=other,
         split_seconds=split,
         weights_bytes=weights + beside,
-        layer_bytes=(weights - base_bytes) // most.converted if base_bytes and most.converted else 0,
+        layer_bytes=as_states,
+        gate_bytes=as_states - as_attention,
         slot_bytes=engine.slot_bytes,
         total_bytes=engine.pages.count * engine.pages.page_bytes,
+        page_bytes=engine.pages.page_bytes,
+        state_bytes=max((pool.block_bytes for pool in engine.pages.states.values()), default=0),
     )
 
 
@@ -345,7 +359,9 @@ def _measure_curve(batch: "Batch", rows: int, window: int, name: str | None) -> 
         many = max(1, min(rows, most, engine.pages.count // need if need else 1))
         more = step_seconds(batch, [name] * many, far, token) - _between(steps, many)
         context_step = max(0.0, more / many / far)
-        context_prompt = max(0.0, _context_seconds(batch, token, far, passes[-1], prompts[-1][1], name))
+        # A pass of the usual length may be longer than what is left of the window.
+        part = min(passes[-1], window - far)
+        context_prompt = max(0.0, _context_seconds(batch, token, far, part, _between(prompts, part), name))
     return Curve(steps, prompts, context_step, context_prompt)
 
 

@@ -6,8 +6,11 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lapcli.artifacts import artifact_digest, digest_document
 from lapcli.errors import ArtifactError, UsageError
+from lapcli.families.source import resolve_model
 from lapcli.linearising.plan import Place, Shape, holds_conversion
+from lapcli.linearising.record import stored
 from lapcli.linearising.settings import layers_of, share_of_layers
 from lapcli.serving.adaptive import PAPER_CAPS, Adaptive, Cap, most_within
 from lapcli.serving.policy import Configuration, OneConfiguration, Policy
@@ -60,6 +63,14 @@ class Conversion(NamedTuple):
         """What lies where in it."""
         return Place(self.root)
 
+    @property
+    def digest(self) -> str:
+        """Names the teacher, the converted layers, and how good their prefixes were found to be."""
+        layers = [artifact_digest(artifact) for artifact in stored(self.place)]
+        # What overflows has no number in JSON.
+        increases = [str(each.increase) for each in self.configurations]
+        return digest_document([resolve_model(str(self.place.base)).digest, layers, increases])
+
 
 def read_conversion(root: Path) -> Conversion:
     """Read what was measured of each prefix, from the layers' artifacts.
@@ -68,9 +79,6 @@ def read_conversion(root: Path) -> Conversion:
         ArtifactError: one is damaged, or does not say how good it is.
         ModelError: the teacher is not there.
     """
-    from lapcli.families.source import resolve_model
-    from lapcli.linearising.record import stored
-
     place = Place(root)
     layers = Shape.of(resolve_model(str(place.base)).config).layers
     found = [Configuration(f"0-of-{layers}", 0, layers)]
@@ -276,6 +284,15 @@ class Wish(NamedTuple):
         fraction = _plain(self.fraction or "0", "--fraction")
         return Mode(NEVER, "0") if fraction == "0" else Mode(f"{STATIC}:{fraction}", fraction)
 
+    @property
+    def limit(self) -> float | None:
+        """The share of perplexity that converted layers may cost; `None` where nobody said.
+
+        Raises:
+            UsageError: it is none.
+        """
+        return None if self.max_ppl_increase is None else parse_share(self.max_ppl_increase, "--max-ppl-increase")
+
     def refuse(self, model: str) -> None:
         """Refuse it for what is no conversion.
 
@@ -332,9 +349,7 @@ def find_conversion(model: str | None, wish: Wish) -> Served | None:
         mode,
         conversion.configurations,
         caps=PAPER_CAPS if wish.caps is None else parse_caps(wish.caps),
-        most_increase=None
-        if wish.max_ppl_increase is None
-        else parse_share(wish.max_ppl_increase, "--max-ppl-increase"),
+        most_increase=wish.limit,
         where=model,
     )
     settings = {

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -15,14 +14,14 @@ from typing import Any, NamedTuple
 
 from lapcli.errors import LapcliError, ModelError, UsageError
 from lapcli.families.packed import longest_sequence
-from lapcli.families.source import ModelSource, resolve_model
+from lapcli.families.source import resolve_model
 from lapcli.reporting import Reporter
 from lapcli.serving.assembling import refuse_without_the_extra
 from lapcli.serving.costs import StepCosts, measure_costs, read_costs
-from lapcli.serving.modes import Mode, Wish, find_conversion, holds_conversion, read_conversion
+from lapcli.serving.modes import Conversion, Mode, Served, Wish, find_conversion, holds_conversion, read_conversion
 from lapcli.serving.policy import Configuration
 from lapcli.serving.settings import EngineSettings
-from lapcli.serving.worker import prepare
+from lapcli.serving.worker import planned, prepare
 
 _LAST_LINES = 12
 _ENDS_WITHIN = 90.0
@@ -85,10 +84,26 @@ class Engines(NamedTuple):
         for mode in modes:
             self._find(mode, wish)
 
-    def _find(self, mode: Mode, wish: Wish) -> None:
-        """Refuse now what a server would refuse later."""
+    def _find(self, mode: Mode, wish: Wish) -> Served | None:
+        """What a server of a mode would serve; refused now is what it would refuse later."""
         adapts = mode.fraction is None
-        find_conversion(self.model, wish._replace(adapt=True) if adapts else Wish(fraction=mode.fraction))
+        return find_conversion(self.model, wish._replace(adapt=True) if adapts else Wish(fraction=mode.fraction))
+
+    def planned(self, modes: list[Mode] | None, wish: Wish) -> dict[str, dict[str, int]]:
+        """What engines would have room for, by modes, and by shapes alone; of one that is measured without.
+
+        Raises:
+            ModelError: memory holds no request, or not as many as are wanted.
+            UsageError: a mode cannot be had of the model.
+        """
+        if modes is None:
+            return {"measured": planned(self._settings()[0])}
+        found = {mode.name: self._find(mode, wish) for mode in modes}
+        settings, _, _ = self._settings()
+        return {
+            name: planned(settings if served is None else replace(settings, **served.settings))
+            for name, served in found.items()
+        }
 
     def options(self, mode: Mode, wish: Wish) -> list[str]:
         """Of the server of a mode."""
@@ -114,8 +129,8 @@ class Engines(NamedTuple):
         """
         if file.exists():
             costs = read_costs(file)
-            if self.model is not None and self.model != costs.model:
-                raise UsageError(f"{file} holds the costs of {costs.model}, not of {self.model}", "name another file")
+            if self.model is not None:
+                self._check_model(costs, file)
             return costs
         if self.model is None:
             raise UsageError(f"there is no {file}", "pass --model MODEL too, to measure its step costs here")
@@ -124,8 +139,31 @@ class Engines(NamedTuple):
         # Its HTTP server is measured as well.
         refuse_without_the_extra()
         # Says what is wrong with the model, or the machine.
-        self._settings()
+        self.planned(None, Wish())
         return None
+
+    def _check_model(self, costs: StepCosts, file: Path) -> None:
+        """Refuse costs of another model, by whatever name either goes.
+
+        Raises:
+            UsageError: naming both.
+        """
+        assert self.model is not None
+        found = self._conversion()
+        digest = resolve_model(self.model).digest if found is None else found.digest
+        if digest == costs.digest:
+            return
+        its = f"({costs.digest[:12]})" if costs.digest else "(which an earlier version of lapcli did not say more of)"
+        raise UsageError(
+            f"{file} holds the costs of {costs.model} {its}, not of {self.model} as it is now ({digest[:12]})",
+            "delete that file, and they are measured anew; name another file to keep both; or leave out --model to "
+            "simulate what was measured",
+        )
+
+    def _conversion(self) -> Conversion | None:
+        """The conversion that is named, if it is one."""
+        assert self.model is not None
+        return read_conversion(Path(self.model)) if holds_conversion(self.model) else None
 
     def costs(self, file: Path, reporter: Reporter) -> StepCosts:
         """The step costs of a file, measured first where there is none."""
@@ -135,27 +173,23 @@ class Engines(NamedTuple):
         from lapcli.serving.front_costs import measure_front
 
         assert self.model is not None
-        settings, base_bytes, known = self._settings()
+        settings, digest, known = self._settings()
         with reporter.task(f"measuring the steps of {self.model}"):
             batch, _ = prepare(settings)
-            costs = measure_costs(
-                batch, model=self.model, window=settings.max_length, base_bytes=base_bytes, known=known
-            )
+            costs = measure_costs(batch, model=self.model, window=settings.max_length, digest=digest, known=known)
         with reporter.task("measuring what lies around an engine"):
             costs = replace(costs, front=measure_front(settings.model, settings.max_length))
         costs.write(file)
         reporter.notice(f"step costs are in {file}")
         return costs
 
-    def _settings(self) -> tuple[EngineSettings, int, tuple[Configuration, ...]]:
-        """Of an engine that is measured; and of a conversion the bytes of its base, and all configurations."""
-        import torch
-
+    def _settings(self) -> tuple[EngineSettings, str, tuple[Configuration, ...]]:
+        """Of an engine that is measured; the model's digest; and of a conversion all configurations."""
         from lapcli.machine import Machine
         from lapcli.runtime.engine import DEFAULT_LENGTH
 
         assert self.model is not None
-        found = read_conversion(Path(self.model)) if holds_conversion(Path(self.model)) else None
+        found = self._conversion()
         source = resolve_model(self.model if found is None else str(found.place.base))
         machine = Machine(self.device, self.dtype)
         machine.check(source.config)
@@ -176,13 +210,8 @@ class Engines(NamedTuple):
             **converted,
         )
         if found is None:
-            return settings, 0, ()
-        return settings, _numbers(source) * getattr(torch, dtype).itemsize, found.configurations
-
-
-def _numbers(source: ModelSource) -> int:
-    """How many numbers a checkpoint's tensors have."""
-    return sum(math.prod(tensor.shape) for header in source.headers for tensor in header.tensors.values())
+            return settings, source.digest, ()
+        return settings, found.digest, found.configurations
 
 
 @contextlib.contextmanager

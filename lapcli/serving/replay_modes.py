@@ -8,7 +8,7 @@ from typing import Any
 from lapcli.errors import UsageError
 from lapcli.serving.adaptive import PAPER_CAPS
 from lapcli.serving.costs import StepCosts
-from lapcli.serving.modes import Mode, Wish, parse_caps, parse_share, policy_of
+from lapcli.serving.modes import Mode, Wish, parse_caps, policy_of
 from lapcli.serving.policy import Configuration, Policy
 from lapcli.serving.replay_results import Outcome, adapting_figures, summary
 from lapcli.serving.replay_trace import Fitted
@@ -88,11 +88,14 @@ def plan_mode(
             mode,
             allowed,
             caps=PAPER_CAPS if wish.caps is None else parse_caps(wish.caps),
-            most_increase=None
-            if wish.max_ppl_increase is None
-            else parse_share(wish.max_ppl_increase, "--max-ppl-increase"),
+            # As where servers are started: what every request runs as is not chosen by its quality.
+            most_increase=wish.limit if mode.fraction is None else None,
             where=costs.model,
         )
+    if policy is not None and costs.state_bytes and not any(each.token_bytes for each in allowed):
+        # Without a layer of attention, whose pages they would lie in, states are pages.
+        allowed = [each._replace(fixed_bytes=each.converted * costs.state_bytes) for each in allowed]
+        costs = replace(costs, page_bytes=costs.state_bytes)
     return policy, allowed, *_room(costs, allowed, memory, max_rows)
 
 
@@ -145,26 +148,34 @@ def _room(
     """Rows, and bytes for keys and values, of an engine that has some of the configurations; 0 for any number."""
     import torch
 
-    converted = costs.configurations[-1].converted
-    # Layers that are states in some of them and attention in others are there twice.
-    spared = costs.layer_bytes * (converted - (allowed[-1].converted - allowed[0].converted))
-    slot = costs.slot_bytes
-    if memory is None:
-        rows = max_rows or costs.rows
-        more = spared + costs.rows * costs.slot_bytes - rows * slot
-        return rows, max(0, costs.total_bytes + more) if costs.total_bytes else 0
-    settings = EngineSettings("", "cpu", "float32", max_length=costs.window, max_rows=max_rows, memory=memory)
+    slot, page = costs.slot_bytes, costs.page_bytes or 1
 
     def row_bytes(tokens: int, configuration: Configuration) -> int:
         pages = configuration.token_bytes * PAGE * -(-tokens // PAGE)
         return slot + configuration.fixed_bytes + pages
 
-    rows, total = rows_that_fit(
-        settings,
-        torch.device("cpu"),
-        costs.weights_bytes - spared,
-        slot=slot,
-        usual=min(row_bytes(usual_length(costs.window), each) for each in allowed),
-        longest=max(row_bytes(costs.window, each) for each in allowed),
+    longest, longest_of_all = (
+        max(row_bytes(costs.window, each) for each in some) for some in (allowed, costs.configurations)
     )
-    return rows, total or 0
+    # Layers that are states in some of them and attention in others are there twice.
+    first, last = allowed[0].converted, allowed[-1].converted
+    spared = costs.layer_bytes * (costs.configurations[-1].converted - (last - first)) - costs.gate_bytes * first
+    if costs.device != "cpu":
+        # There a prompt of full length lies beside its pages for a while.
+        spared += longest_of_all - longest
+    if memory is None:
+        rows = max_rows or costs.rows
+        whole = costs.total_bytes >= costs.rows * (longest_of_all - slot) and (
+            costs.device == "cpu" or rows <= costs.rows
+        )
+        left = costs.total_bytes + spared + (costs.rows - rows) * slot
+        if whole or not costs.total_bytes:
+            # Nothing set an end to them but what rows may take.
+            left = rows * (longest - slot) if costs.total_bytes else 0
+    else:
+        settings = EngineSettings("", "cpu", "float32", max_length=costs.window, max_rows=max_rows, memory=memory)
+        usual = min(row_bytes(usual_length(costs.window), each) for each in allowed)
+        weights = costs.weights_bytes - spared
+        rows, found = rows_that_fit(settings, torch.device("cpu"), weights, slot=slot, usual=usual, longest=longest)
+        left = found or 0
+    return rows, max(0, min(left, rows * (longest - slot)) // page * page)

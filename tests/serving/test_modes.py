@@ -1,13 +1,19 @@
 """Replays of a conversion in several modes: servers that are started for it, what their metrics say, refusals."""
 
 import json
+import shutil
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
 
+from lapcli.artifacts import read_artifact, write_artifact
 from lapcli.cli.app import main
 from lapcli.errors import UsageError
+from lapcli.linearising.plan import Place
+from lapcli.serving.costs import Curve, StepCosts
+from lapcli.serving.modes import read_conversion
 from lapcli.serving.replay_engines import started
 from lapcli.serving.replay_modes import served_figures
 from lapcli.testing.dual_state import tiny_conversion
@@ -151,8 +157,6 @@ def test_a_server_that_cannot_begin(conversion):
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_modes_that_cannot_be(monkeypatch, capsys, trace, tmp_path, conversion, arguments, words):
-    from lapcli.serving.costs import StepCosts
-
     costs = tmp_path / "costs.json"
     StepCosts(((1, 1.0),), ((1, 1.0),), model="x").write(costs)
     named = {"CONVERSION": str(conversion), "COSTS": str(costs)}
@@ -161,6 +165,77 @@ def test_modes_that_cannot_be(monkeypatch, capsys, trace, tmp_path, conversion, 
 
 
 def test_what_modes_would_do(monkeypatch, capsys, trace, conversion):
-    options = ["--modes", "never,static:0.34", "--model", conversion, "--dry-run", "--json"]
+    options = ["--modes", "never,static:0.34", "--model", conversion, "--dry-run", "--json", "--max-length", 128]
     assert lapcli(monkeypatch, "replay", trace, *options) == 0
-    assert json.loads(capsys.readouterr().out)["modes"] == ["never", "static:0.34"]
+    would = json.loads(capsys.readouterr().out)
+    assert would["modes"] == ["never", "static:0.34"]
+    assert [each["rows"] for each in would["engines"].values()] == [16, 16]
+    never, static = (each["longest_request"] for each in would["engines"].values())
+    assert 0 < static < never
+
+
+@pytest.mark.parametrize("simulated", [False, True], ids=["served", "measured for it"])
+@pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
+def test_too_little_memory_is_said_before_anything_begins(
+    monkeypatch, capsys, trace, conversion, tmp_path, dry, simulated
+):
+    """As a server would say it, and a dry run what a run would."""
+    begun = []
+    monkeypatch.setattr("lapcli.serving.replay_engines.started", lambda *_: begun.append(1))
+    monkeypatch.setattr("lapcli.serving.replay_engines.prepare", lambda *_: begun.append(1))
+    options = ["--modes", "static:1,never", "--model", conversion, "--memory", "150kB"]
+    options += ["--simulate", tmp_path / "costs.json"] * simulated + ["--dry-run"] * dry
+    assert lapcli(monkeypatch, "replay", trace, *options) == 1
+    said = capsys.readouterr().err
+    assert "150000 bytes hold" in said
+    assert "raise --memory to" in said
+    assert not begun
+    assert lapcli(monkeypatch, "serve", conversion, "--no-adapt", "--memory", "150kB", "--dry-run", "--port", 0) == 1
+    assert "150000 bytes hold" in capsys.readouterr().err
+
+
+def test_costs_are_of_what_the_model_is(monkeypatch, capsys, trace, conversion, tmp_path):
+    """Not of what it is called: by another name they hold, and for another conversion of the same name they do not."""
+    digest = read_conversion(conversion).digest
+    costs, options = tmp_path / "costs.json", ["--dry-run", "--json", "--simulate", tmp_path / "costs.json"]
+    StepCosts(((1, 1.0),), ((1, 1.0),), model="x", digest=digest).write(costs)
+    monkeypatch.chdir(conversion.parent)
+    assert lapcli(monkeypatch, "replay", trace, *options, "--model", conversion.name) == 0
+    shutil.copytree(conversion, tmp_path / "copy")
+    assert lapcli(monkeypatch, "replay", trace, *options, "--model", tmp_path / "copy") == 0
+    # Its last layer was measured to be worse, then it is gone, then the teacher is another.
+    last = Place(tmp_path / "copy").prefix(3, 1)
+    artifact = read_artifact(last)
+    record = {**artifact.lineage.record, "cross_entropy": 3.0}
+    for change in (
+        lambda: write_artifact(last, replace(artifact.lineage, record=record), artifact.tensors()),
+        last.unlink,
+        lambda: tiny_conversion(tmp_path / "copy", teacher={"seed": 1}),
+    ):
+        change()
+        capsys.readouterr()
+        assert lapcli(monkeypatch, "replay", trace, *options, "--model", tmp_path / "copy") == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"holds the costs of x ({digest[:12]})" in said
+        assert "delete that file, and they are measured anew" in said
+    # Nobody names a model: what was measured is simulated.
+    assert lapcli(monkeypatch, "replay", trace, *options) == 0
+
+
+def test_a_limit_is_of_adaptive_and_others_are_measured_by_it(monkeypatch, capsys, trace, conversion, tmp_path):
+    """Static means static, simulated as served."""
+    kinds = tuple(each._replace(token_bytes=1) for each in read_conversion(conversion).configurations)
+    costs = StepCosts(((1, 1e-3), (9, 1e-3)), ((1, 1e-3),), model="x", rows=9, window=400, piece=64)
+    replace(costs, configurations=kinds, most=Curve(costs.steps, costs.prompts)).write(tmp_path / "costs.json")
+    options = ["--modes", "never,static:1,adaptive", "--max-ppl-increase", "15%", "--model", conversion]
+    assert lapcli(monkeypatch, "replay", trace, *options, "--dry-run") == 0
+    capsys.readouterr()
+    options = [*options[:4], "--simulate", tmp_path / "costs.json"]
+    assert lapcli(monkeypatch, "replay", trace, *options, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["max_ppl_increase"] == 0.15
+    assert [each["within_limit"] for each in found["modes"].values()] == [True, False, True]
+    assert found["modes"]["static:1"]["ppl_increase"] == pytest.approx(0.35, abs=1e-3)
+    assert lapcli(monkeypatch, "replay", trace, *options) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "within 15 %" in line]
+    assert line.split()[-3:] == ["yes", "no", "yes"]

@@ -9,12 +9,14 @@ from lapcli.errors import LapcliError
 from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.serving.adaptive import Adaptive, Cap
 from lapcli.serving.costs import Curve, StepCosts, measure_costs, read_costs, told_of
-from lapcli.serving.modes import Wish, parse_modes
+from lapcli.serving.modes import Wish, parse_modes, read_conversion
 from lapcli.serving.policy import Configuration, Decision, OneConfiguration
-from lapcli.serving.replay_modes import simulate_mode
+from lapcli.serving.replay_modes import plan_mode, simulate_mode
 from lapcli.serving.replay_results import compared
 from lapcli.serving.replay_trace import Fitted, Turn
+from lapcli.serving.settings import EngineSettings
 from lapcli.serving.simulation import Counted, simulate
+from lapcli.serving.worker import prepare
 from lapcli.testing.decoding import prompts_of, work_off
 from lapcli.testing.dual_state import tiny_conversion
 from lapcli.testing.models import byte_tokenizer
@@ -180,12 +182,13 @@ def conversion(tmp_path_factory):
     return tiny_conversion(tmp_path_factory.mktemp("simulated") / "tiny")
 
 
-def test_a_simulation_does_the_steps_of_an_engine_with_configurations(conversion):
-    """Too few pages for all: rows join, are set back and end as the real ones do, step for step."""
+@pytest.mark.parametrize("pages", [13, 60], ids=["too few pages for all", "enough"])
+def test_a_simulation_does_the_steps_of_an_engine_with_configurations(conversion, pages):
+    """Rows join, are set back and end as the real ones do, step for step, and have as many pages at most."""
     lengths, answers = (60, 61, 120, 30, 63, 90, 5, 64), (140, 150, 20, 66, 3, 40, 5, 9)
     names = [f"{n}-of-3" for n in (0, 0, 1, 3, 2, 0, 1, 3)]
     probe = Engine.load(conversion, max_length=256)
-    engine = Engine.load(conversion, max_length=256, max_rows=5, kv_bytes=13 * probe.pages.page_bytes)
+    engine = Engine.load(conversion, max_length=256, max_rows=5, kv_bytes=pages * probe.pages.page_bytes)
     batch = Batch(engine, together=32, piece=32)
     for prompt, answer, name in zip(prompts_of(*lengths), answers, names, strict=True):
         batch.add(prompt, GenerationSettings(max_new_tokens=answer), name)
@@ -196,17 +199,39 @@ def test_a_simulation_does_the_steps_of_an_engine_with_configurations(conversion
     turns = [turn(n, p, a) for n, (p, a) in enumerate(zip(lengths, answers, strict=True))]
     total = engine.pages.count * engine.pages.page_bytes
     outcomes = simulate(turns, costs, policy=Fixed(*names), total_bytes=total, counted=counted)
-    assert batch.set_back > 0
+    assert (batch.set_back > 0) == (pages == 13)
     assert (counted.set_back, counted.steps) == (batch.set_back, steps)
     assert counted.mixed_steps == batch.mixed_steps
     assert counted.peak_bytes == (engine.pages.count - engine.pages.least_free) * engine.pages.page_bytes
+    assert (engine.pages.least_free < 5) == (pages == 13)
     assert [each.number for each in sorted(outcomes, key=lambda each: (each.end, ends.index(each.number)))] == ends
+
+
+@pytest.fixture(scope="module")
+def measured(conversion):
+    """The costs of an engine with the ends alone, as `lapcli replay --simulate` has them measured."""
+    known = read_conversion(conversion)
+    settings = EngineSettings(str(known.place.base), "cpu", "float32", max_length=128, conversion=str(conversion))
+    batch, _ = prepare(replace(settings, configurations=[0, 3]))
+    return settings, measure_costs(batch, model="x", window=128, known=known.configurations)
+
+
+@pytest.mark.parametrize("memory", [None, 560_000], ids=["what rows take", "560 kB"])
+@pytest.mark.parametrize("rows", [None, 3], ids=["rows that fit", "three rows"])
+def test_simulated_engines_have_the_rows_and_pages_of_served_ones(measured, memory, rows):
+    settings, costs = measured
+    for text in ("never", "static:0.34", "static:1", "adaptive"):
+        (mode,) = parse_modes(text)
+        _, allowed, *simulated = plan_mode(mode, costs, Wish(max_ppl_increase="1"), memory, rows)
+        wanted = [each.converted for each in allowed]
+        batch, _ = prepare(replace(settings, memory=memory, max_rows=rows, configurations=wanted))
+        served = batch.engine
+        assert simulated == [served.max_rows, served.pages.count * served.pages.page_bytes], text
 
 
 def test_costs_of_a_conversion_are_measured_written_and_read(conversion, tmp_path):
     engine = Engine.load(conversion, max_rows=3, max_length=64)
-    base = sum(parameter.numel() for parameter in Engine.load(conversion / "base").model.parameters()) * 4
-    costs = measure_costs(Batch(engine, byte_tokenizer(), together=32, piece=32), model="x", window=64, base_bytes=base)
+    costs = measure_costs(Batch(engine, byte_tokenizer(), together=32, piece=32), model="x", window=64)
     assert [each.name for each in costs.configurations] == ["0-of-3", "1-of-3", "2-of-3", "3-of-3"]
     assert [each.increase for each in costs.configurations] == pytest.approx([0, 0.105, 0.221, 0.35], abs=1e-3)
     assert costs.most is not None
