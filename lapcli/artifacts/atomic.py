@@ -63,7 +63,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _unwritable(path: Path, error: OSError) -> ArtifactError:
-    said, hint = f"{path} could not be written: {error.strerror or error}", "name another place with --run or --output"
+    said, hint = f"{path} could not be written: {error.strerror or error}", "name another place"
     if error.errno in FULL:
         with suppress(OSError):
             said += f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free)"
@@ -113,7 +113,7 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Generator[Path]:
     if path.exists() and not replace:
         raise ArtifactError(
             f"{path} exists already",
-            "remove it, name another with --output, or pass --overwrite",
+            "remove it, name another, or pass --overwrite",
         )
     temporary = _temporary_name(path)
     old = path.with_name(f".{path.name}.replaced-{_mine()}")

@@ -107,9 +107,7 @@ class RunDirectory:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ArtifactError(
-                f"{self.path} is no run directory: {error.strerror}", "name another with --run"
-            ) from error
+            raise ArtifactError(f"{self.path} is no run directory: {error.strerror}", "name another") from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ArtifactError(f"{self.record} is no JSON: {error}", hint) from error
         if not isinstance(record, dict) or "model" not in record or "commands" not in record:
@@ -140,8 +138,7 @@ class RunDirectory:
             handle = (self.path / ".lock").open("a+")
         except OSError as error:
             raise ArtifactError(
-                f"the run directory {self.path} cannot be written: {error.strerror}",
-                "name another with --run DIR",
+                f"the directory {self.path} cannot be written: {error.strerror}", "name another"
             ) from error
         with handle:
             try:
@@ -151,7 +148,7 @@ class RunDirectory:
                 holder = handle.read().strip() or "unknown"
                 raise ArtifactError(
                     f"another lapcli (process {holder}) is at work in {self.path}",
-                    "wait for it, or give this command a run directory of its own with --run DIR",
+                    "wait for it, or give this command a directory of its own",
                 ) from error
             # Who holds it is for people to know; on a full disk nobody will, and the lock holds all the same.
             with suppress(OSError):

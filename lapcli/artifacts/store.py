@@ -188,7 +188,7 @@ def write_artifact(path: Path, lineage: Lineage, tensors: "Mapping[str, torch.Te
             full = "No space left" in str(error)
             raise ArtifactError(
                 f"{path} could not be written: {error}",
-                "free some room, or name another place with --run or --output" if full else None,
+                "free some room, or name another place" if full else None,
             ) from error
     return Artifact(path, lineage, tuple(sorted(stored)))
 

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 import typer
 
@@ -29,6 +30,7 @@ from lapcli.cli import (
     sweep,
     train,
 )
+from lapcli.cli.hints import own_hint
 from lapcli.errors import LapcliError
 
 app = typer.Typer(
@@ -119,6 +121,19 @@ _KEPT = {
 """What an interruption leaves, by command, where it is not the usual."""
 
 
+def _typed_command() -> str:
+    return next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+
+
+def command_options() -> dict[str, set[str]]:
+    """The options of each command."""
+    commands: Any = getattr(typer.main.get_command(app), "commands", {})
+    return {
+        name: {"--help"}.union(*([*parameter.opts, *parameter.secondary_opts] for parameter in command.params))
+        for name, command in commands.items()
+    }
+
+
 def main() -> None:
     """Run the command line; exit 0 done, 1 failed, 2 usage, 3 a check does not hold, 130 interrupted."""
     # Before torch starts its threads: idle ones that spin slow small LAPACK calls a hundredfold on a busy machine.
@@ -132,12 +147,12 @@ def main() -> None:
         from lapcli.cli import display
 
         if interrupts.seen:
-            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-            display.closing(f"interrupted; {_KEPT.get(command, _GOES_ON)}")
+            display.closing(f"interrupted; {_KEPT.get(_typed_command(), _GOES_ON)}")
             sys.exit(130)
         if isinstance(error, OSError):
             error = _without_room(error)
         if isinstance(error, LapcliError):
+            error.hint = own_hint(error.hint, _typed_command(), command_options())
             display.failure(error)
             sys.exit(error.exit_code)
         raise

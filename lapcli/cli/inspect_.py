@@ -69,6 +69,7 @@ def _layer_cell(column: str, value: Any) -> str:
 
 
 def _describe_model(name: str) -> dict[str, Any]:
+    from lapcli.families.dual_state import TEACHERS
     from lapcli.families.registry import family_for
     from lapcli.families.source import resolve_model
     from lapcli.stages.lineage import sliced_lineage
@@ -90,8 +91,12 @@ def _describe_model(name: str) -> dict[str, Any]:
     try:
         layers = family_for(source.config).layers(source.config)
     except FamilyError as error:
-        facts["state"] = error.message
         layers = ()
+        if source.config.get("model_type") in TEACHERS:
+            facts["state"] = "none: its layers are attention, and keep keys and values of every token"
+            facts["next"] = f"lapcli convert {name} --to dsla --output DIR, which gives some of them states"
+        else:
+            facts["state"] = error.message
     if layers:
         facts["state bytes of a sequence (fp32)"] = sum(layer.state_bytes() for layer in layers)
     return {

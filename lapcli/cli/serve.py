@@ -50,7 +50,11 @@ def run(
         str | None, typer.Option(help="By which clients call the model. Default: its own.", rich_help_panel=_HTTP)
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="File of a Jinja template of chats, in place of the tokenizer's.")
+        Path | None,
+        typer.Option(
+            help="File of a Jinja template of chats, in place of the tokenizer's; plain-chat, which ships, for models "
+            "without one."
+        ),
     ] = None,
     max_length: Annotated[
         int | None,

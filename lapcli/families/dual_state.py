@@ -226,7 +226,7 @@ class DualState(Family):
             raise FamilyError(
                 f"the states of this model have width = {settings['width']}: a control with channels of its own, which "
                 "cannot be cut",
-                "convert its teacher with --width 1",
+                "convert its teacher with `lapcli convert --width 1`",
             )
         layers = self.layers(config)
         if not layers or kept_width == layers[0].key_width:

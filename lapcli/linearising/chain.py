@@ -162,6 +162,7 @@ class Chain:
                     divergence=math.inf,
                 ),
                 objective=objective,
+                anew=MEND,
                 doing=f"layer {layer} ({number} of {len(self.order)})",
                 reporter=self.reporter,
             )

@@ -90,7 +90,7 @@ def checked(place: Place, base: ModelSource) -> list[Artifact]:
     if any(each.lineage.model.get("digest") != base.digest for each in found):
         raise ArtifactError(
             f"{place.base} is not the model whose layers lie in {place.prefixes}: it has changed since",
-            "put it back, or convert the model again with --overwrite",
+            "put it back, or convert the model again: lapcli convert MODEL --to dsla --output DIR --overwrite",
         )
     return found
 

@@ -10,6 +10,7 @@ from lapcli.errors import ModelError, UsageError
 from lapcli.families.source import ModelSource
 from lapcli.serving.keys import ApiKeys
 from lapcli.serving.settings import EngineSettings, Limits
+from lapcli.shipped import recipes_folder
 
 if TYPE_CHECKING:
     from lapcli.serving.dispatch import Dispatcher
@@ -32,7 +33,7 @@ def refuse_without_the_extra() -> None:
 
 
 def read_chat_template(file: Path | None) -> str | None:
-    """The text of a chat template.
+    """The text of a chat template: of a file, or of one that ships, by its name.
 
     Raises:
         UsageError: it cannot be read, or is no template.
@@ -41,11 +42,16 @@ def read_chat_template(file: Path | None) -> str | None:
         return None
     from jinja2 import Environment, TemplateSyntaxError
 
+    shipped = {path.stem: path for path in (recipes_folder() / "serve").glob("*.jinja")}
+    if not file.exists():
+        file = shipped.get(str(file), file)
     try:
         text = file.read_text(encoding="utf-8")
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
-        raise UsageError(f"--chat-template {file}: {error}", "name a file with a Jinja template") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        hint = f"name a file with a Jinja template, or one that ships: {', '.join(sorted(shipped))}"
+        raise UsageError(f"--chat-template {file}: {why}", hint) from error
     return text
 
 

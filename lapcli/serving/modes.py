@@ -215,8 +215,8 @@ def policy_of(
         raise UsageError(
             f"no converted model in {where} is good enough to adapt with: {best.name}, the best, has a perplexity "
             f"{best.increase:.1%} above the unconverted model's, and {given} {policy.most_increase:.1%}",
-            f"pass --max-ppl-increase {math.ceil(best.increase * 100)}% or more, serve without --adapt "
-            "(--fraction 0), or convert with more --steps",
+            f"pass --max-ppl-increase {math.ceil(best.increase * 100)}% or more; or convert with more steps (lapcli "
+            f"convert --steps); lapcli serve {where} --fraction 0 serves the model unconverted",
         )
     return policy, allowed
 

@@ -79,6 +79,11 @@ class Engines(NamedTuple):
             )
         if self.model is None:
             raise UsageError("--modes serves a conversion, and none is named", "pass --model DIR")
+        if not holds_conversion(self.model):
+            raise UsageError(
+                f"--modes serves a conversion, and {self.model} is none",
+                f"make one: lapcli convert {self.model} --to dsla --fraction 0.5 --output DIR; then pass --model DIR",
+            )
         if self.replicas > 1:
             raise UsageError(f"--replicas {self.replicas} is for --simulate", "drop it")
         for mode in modes:

@@ -80,7 +80,10 @@ class Texts:
             UsageError: the model has no chat template, or it does not take these messages.
         """
         if self.chat_template is None:
-            raise UsageError("this model has no chat template", "use /v1/completions, or serve with --chat-template")
+            raise UsageError(
+                "this model has no chat template",
+                "use /v1/completions, or serve with --chat-template (plain-chat ships)",
+            )
         return await self._do(lambda: self._chat(messages))
 
     def _chat(self, messages: Sequence[dict[str, str]]) -> list[int]:

@@ -289,7 +289,8 @@ def rows_that_fit(
         raise ModelError(
             f"{memory} bytes hold {weights} of weights, a tenth of the rest is for activations, and that leaves "
             f"{max(left, 0)} for requests; the longest takes {longest}{each}",
-            f"raise --memory to {enough}B at least, or lower --max-rows, --max-length or --state-dtype",
+            f"raise --memory to {enough}B at least, or lower --max-rows or --max-length"
+            + (" (lapcli serve: or --state-dtype)" if slot else ""),
         )
     rows = settings.max_rows or max(1, int(min(MOST_ROWS, most, left // usual if usual else MOST_ROWS)))
     return rows, left - rows * slot

@@ -41,7 +41,8 @@ TENSORS_FILE = "state.safetensors"
 KIND = "checkpoint"
 
 _NAME = re.compile(r"step-(\d+)")
-_MEND = "go on with the inputs that it was made with, pass --restart to begin anew, or --run DIR to keep both"
+ANEW = "pass --restart to begin anew, or --run DIR to keep both"
+"""What to do where no checkpoint can be gone on from."""
 _DAMAGE = (ArtifactError, SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError)
 
 
@@ -72,12 +73,15 @@ class Checkpoints:
         lineage: model, teacher and settings of the training; its record is not read.
         keep: how many of the newest remain when one is saved, that one included; the newest good one always does.
         reporter: hears of damaged ones.
+        anew: what whoever can go on from none is told to do.
     """
 
-    def __init__(self, folder: Path, lineage: Lineage, *, keep: int = 2, reporter: Reporter | None = None):
+    def __init__(
+        self, folder: Path, lineage: Lineage, *, keep: int = 2, reporter: Reporter | None = None, anew: str = ANEW
+    ):
         if keep < 1:
             raise ValueError(f"keep should be at least 1, not {keep}")
-        self.folder, self._keep = folder, keep
+        self.folder, self._keep, self._anew = folder, keep, anew
         self._lineage = replace(lineage, kind=KIND, record={})
         self._reporter = reporter or SilentReporter()
         self._damaged: set[Path] = set()
@@ -127,7 +131,7 @@ class Checkpoints:
             except _DAMAGE as error:
                 self._skip(path, error)
                 continue
-            refuse_stale(self._lineage, lineage, path, _MEND)
+            refuse_stale(self._lineage, lineage, path, f"go on with the inputs that it was made with, or {self._anew}")
             try:
                 artifact = read_artifact(path / TENSORS_FILE, KIND)
                 if artifact.lineage != lineage or step != _step(path):
@@ -141,7 +145,7 @@ class Checkpoints:
         if found and self._damaged.issuperset(found):
             raise ArtifactError(
                 f"none of the {len(found)} checkpoints in {self.folder} is whole: {', '.join(p.name for p in found)}",
-                "put them back from a copy, or pass --restart to begin anew",
+                f"put them back from a copy, or {self._anew}",
             )
 
     def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, good: bool) -> Path:
@@ -273,7 +277,7 @@ def restore_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise ArtifactError(
             f"the checkpoint does not fit what is trained: {name} has the shape {shapes.get(name)} in it, and "
             f"{wanted.get(name)} in the model",
-            _MEND,
+            ANEW,
         )
     with torch.no_grad():
         for name, parameter in found.items():

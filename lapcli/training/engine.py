@@ -35,6 +35,7 @@ from lapcli.recipe import TrainingSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.training.adapters import AdapterPlan, TrainingPlan, check_coverage, trained_parameters, whole
 from lapcli.training.checkpoints import (
+    ANEW,
     KIND,
     Checkpoints,
     restore_parameters,
@@ -228,6 +229,7 @@ def train(
     on_validation: Callable[[int, Measured], None] | None = None,
     watch: Watch | None = None,
     doing: str = "training",
+    anew: str = ANEW,
     reporter: Reporter | None = None,
     processes: Processes = ALONE,
     device: torch.device | None = None,
@@ -259,6 +261,7 @@ def train(
         watch: a context that lasts as long as a validation, and gives what makes figures of what it saw there; they
             are written into the curve. Each process enters it, and sees what this one computes.
         doing: what progress is called.
+        anew: what is said to do where training can go on from no checkpoint.
         reporter: where progress and remarks go; the leader's alone is used.
         processes: those that train together, under `lapcli.parallel.jointly` if there are several.
         device: where this process computes; by default where the student is.
@@ -280,7 +283,7 @@ def train(
     loop = _Loop(
         student, teacher, stream, plan, settings, folder, lineage, execution or Execution(), vocabulary,
         objective, on_step or (lambda _done: None), on_validation or (lambda _step, _found: None),
-        watch or (lambda: contextlib.nullcontext(dict)), doing,
+        watch or (lambda: contextlib.nullcontext(dict)), doing, anew,
         reporter or SilentReporter(), processes, device,
     )  # fmt: skip
     return loop.run()
@@ -330,6 +333,7 @@ class _Loop:
         on_validation: Callable[[int, Measured], None],
         watch: Watch,
         doing: str,
+        anew: str,
         reporter: Reporter,
         processes: Processes,
         device: torch.device | None,
@@ -361,7 +365,9 @@ class _Loop:
         self.stream, self.settings, self.execution, self.processes = stream, settings, execution, processes
         self.on_step, self.on_validation, self.watch, self.doing = on_step, on_validation, watch, doing
         self.reporter = reporter if processes.leader else SilentReporter()
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, lineage, keep=execution.keep, reporter=self.reporter)
+        self.checkpoints = Checkpoints(
+            folder / CHECKPOINTS, lineage, keep=execution.keep, reporter=self.reporter, anew=anew
+        )
         self.curve = Curve(folder / CURVE_FILE)
         if execution.compile:
             compile_blocks(self.base)

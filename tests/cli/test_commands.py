@@ -149,6 +149,13 @@ def test_inspect_shows_widths_and_lineage(lapcli, job):
         assert out == ""
 
 
+def test_inspect_says_what_to_do_with_a_transformer(lapcli):
+    """Nothing of it can be pruned before."""
+    facts = json.loads(lapcli("inspect", "demo:transformer", "--json")[1])["facts"]
+    assert facts["next"].startswith("lapcli convert demo:transformer --to dsla")
+    assert "next" not in json.loads(lapcli("inspect", "demo:gdn", "--json")[1])["facts"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -100,7 +100,7 @@ def test_convert_and_export(lapcli, teacher, text, tmp_path):
     ("arguments", "said"),
     [
         (("--to", "dsla"), "--output is missing"),
-        (("--to", "dsla", "--output", "x", "--fraction", "25"), "did you mean 0.25?"),
+        (("--to", "dsla", "--output", "x", "--fraction", "25"), "did you mean 0.25, or 25%?"),
         (("--to", "dsla", "--output", "x", "--sensitivity", "entropie"), "--sensitivity 'entropie' is none of"),
         (("--to", "dsla", "--output", "x", "--states", "0"), "--states"),
         (("--to", "dsla", "--output", "x", "--align-loss", "l1"), "--align-loss"),

@@ -1,5 +1,6 @@
 """`lapcli serve` as a process: it says where it is, refuses what cannot be, and ends in good order."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -10,13 +11,18 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lapcli.cli.app import main
-from lapcli.serving.assembling import model_name
+from lapcli.errors import UsageError
+from lapcli.families.loading import load_tokenizer, resolve_model
+from lapcli.serving.assembling import model_name, read_chat_template
 from lapcli.serving.modes import Wish, find_conversion
+from lapcli.serving.schema import ChatRequest, CompletionRequest
 from lapcli.serving.settings import EngineSettings
+from lapcli.serving.texts import Texts
 from lapcli.serving.worker import planned, prepare
 from lapcli.testing.dual_state import tiny_conversion
 from lapcli.testing.models import tiny_gated_deltanet
@@ -230,3 +236,23 @@ def test_a_dry_run_knows_what_memory_holds(monkeypatch, capsys, conversion):
 
 def facts_of(settings):
     return planned(replace(settings, memory=None))
+
+
+def test_the_documented_requests_are_taken():
+    """Chats of models without a chat template among them, by the one that ships."""
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    found = re.findall(r"/v1/(completions|chat/completions) .* -d '(.*)'$", page, re.MULTILINE)
+    assert {path for path, _ in found} == {"completions", "chat/completions"}
+    (name,) = re.findall(r"^    lapcli serve --chat-template (\S+)$", page, re.MULTILINE)
+    texts = Texts(load_tokenizer(resolve_model("demo:gdn")), read_chat_template(Path(name)))
+    for path, body in found:
+        if path == "completions":
+            assert CompletionRequest.model_validate_json(body).prompts()
+            continue
+        messages = [message.plain() for message in ChatRequest.model_validate_json(body).messages]
+        prompt = texts.tokenizer.decode(asyncio.run(texts.encode_chat([*messages, {"role": "user", "content": "a b"}])))
+        assert prompt == "user: Hello\nuser: a b\nassistant:"
+    texts.close()
+    with pytest.raises(UsageError, match="--chat-template plain: No such file") as raised:
+        read_chat_template(Path("plain"))
+    assert "plain-chat" in str(raised.value.hint)

@@ -142,8 +142,8 @@ def test_a_server_that_cannot_begin(conversion):
     [
         (["--modes", "never,always"], "'always' is none of"),
         (["--modes", "never"], "pass --model DIR"),
-        (["--modes", "never", "--model", "demo:gdn"], "--fraction: demo:gdn is one model"),
-        (["--modes", "adaptive", "--model", "demo:gdn"], "--adapt: demo:gdn is one model"),
+        (["--modes", "never", "--model", "demo:gdn"], "--modes serves a conversion, and demo:gdn is none"),
+        (["--modes", "adaptive", "--model", "demo:gdn"], "then pass --model DIR"),
         (["--modes", "adaptive", "--model", "CONVERSION"], "--max-ppl-increase 11% or more"),
         (["--modes", "never", "--model", "CONVERSION", "--url", "http://x"], "--url http://x names one that runs"),
         (["--modes", "never", "--model", "CONVERSION", "--caps", "0:1%"], "--caps is for --modes with adaptive"),

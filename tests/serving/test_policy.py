@@ -309,10 +309,10 @@ def test_modes():
     for text, words in (
         ("never,always", "'always' is none of"),
         ("static", "'static' is none of"),
-        ("static:2", "0 to 1"),
+        ("static:2", "static: 2: more than all"),
         ("never,never", "twice"),
         ("static:50%,static:0.50", "static:0.5 stands there twice"),
-        ("static:150%", "0% to 100%"),
+        ("static:150%", "more than all of the layers"),
         ("", "'' is none of"),
     ):
         with pytest.raises(UsageError, match=words):
