@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lapkernels import verdicts
 from lapkernels._triton import kernels_can_run
@@ -10,6 +11,11 @@ from lapkernels.delta_rule.api import Choice
 from lapkernels.errors import InvalidInput, KernelUnavailable
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+
+def gradient_wanted(*tensors: Tensor | None) -> bool:
+    """Whether a backward pass may follow a call with these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,13 @@ class KernelOrReference:
     reference: str
 
     def why_not(
-        self, impl: str, device: torch.device | str, dtype: torch.dtype, limit: str | None = None
+        self,
+        impl: str,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        limit: str | None = None,
+        *,
+        needs_gradient: bool = False,
     ) -> str | None:
         """Say why an implementation asked for by name cannot run such a call; else `None`.
 
@@ -38,6 +50,7 @@ class KernelOrReference:
             device: where the tensors lie.
             dtype: of the inputs.
             limit: why the kernel does not take this very call, if so.
+            needs_gradient: whether a backward pass will follow.
 
         Raises:
             InvalidInput: `impl` is no implementation of the operator.
@@ -55,16 +68,31 @@ class KernelOrReference:
                 "it needs triton and a CUDA device; on a CPU use impl='reference', or set TRITON_INTERPRET=1 before "
                 "triton is imported to test the kernel there"
             )
-        return verdicts.why_wrong(self.operator, impl, torch.device(device))
+        return verdicts.why_wrong(self.operator, impl, torch.device(device), needs_gradient=needs_gradient)
 
-    def select_impl(self, device: torch.device | str, dtype: torch.dtype, limit: str | None = None) -> Choice:
+    def select_impl(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        limit: str | None = None,
+        *,
+        needs_gradient: bool = False,
+    ) -> Choice:
         """Say what `impl="auto"` runs for such a call, and why. Arguments as for `why_not`."""
-        why = self.why_not("triton", device, dtype, limit)
+        why = self.why_not("triton", device, dtype, limit, needs_gradient=needs_gradient)
         if torch.device(device).type == "cpu":
             return Choice("reference", "on a CPU PyTorch is the faster way")
         return Choice("triton", self.kernel) if why is None else Choice("reference", f"{self.reference}: {why}")
 
-    def chosen(self, impl: str, device: torch.device, dtype: torch.dtype, limit: str | None = None) -> str:
+    def chosen(
+        self,
+        impl: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        limit: str | None = None,
+        *,
+        needs_gradient: bool = False,
+    ) -> str:
         """What runs, `reference` or `triton`. Arguments as for `why_not`.
 
         Raises:
@@ -72,7 +100,7 @@ class KernelOrReference:
             KernelUnavailable: it was asked for by name and cannot run such a call.
         """
         if impl == "auto":
-            return self.select_impl(device, dtype, limit).name
-        if (why := self.why_not(impl, device, dtype, limit)) is not None:
+            return self.select_impl(device, dtype, limit, needs_gradient=needs_gradient).name
+        if (why := self.why_not(impl, device, dtype, limit, needs_gradient=needs_gradient)) is not None:
             raise KernelUnavailable(f"impl='{impl}' for the {self.what}: {why}")
         return impl
