@@ -1,4 +1,7 @@
-"""The short causal convolution before the state: one filter a channel or a head, plain PyTorch, with its memory."""
+"""The short causal convolution before the state, with its memory: one filter a channel or a head.
+
+On a GPU it is a kernel of `lapkernels.short_conv`, forward and backward; elsewhere, and compiled, plain PyTorch.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -82,14 +85,15 @@ def convolve(
     past, time = layers[0].width - 1, inputs[0].shape[1]
     if padding is not None and time > 1:
         inputs = [padding.tokens_first(x) for x in inputs]
-    if packing is None and by_one_kernel(inputs[0], select_impl):
+    if by_one_kernel(inputs[0], select_impl):
+        bounds = None if packing is None else packing.bounds_on(inputs[0].device)
         olds = (
             [None] * len(layers)
             if states is None
             else [state.to(x.dtype) for state, x in zip(states, inputs, strict=True)]
         )
         outputs = tuple(
-            short_conv(x, layer.filters(), old, silu=layer.silu)
+            short_conv(x, layer.filters(), old, cu_seqlens=bounds, silu=layer.silu)
             for layer, x, old in zip(layers, inputs, olds, strict=True)
         )
     else:

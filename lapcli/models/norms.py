@@ -1,6 +1,7 @@
 """RMS norms, plain and gated: fp32 inside, with the weight applied before rounding, as fla's kernels do.
 
-Without a gradient they are one kernel of `lapkernels.norm` on a GPU, residual sum and gate included.
+On a GPU they are one kernel of `lapkernels.norm`, forward and backward, residual sum and gate included; elsewhere, and
+compiled, plain PyTorch.
 """
 
 import torch
@@ -44,8 +45,9 @@ class NormOfSum(RMSNorm):
 
     def forward(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """`x + change`, `[..., width]`, normalised; and the sum."""
-        if x.dtype == change.dtype and by_one_kernel(x, select_impl):
-            return rms_norm(change, self.weight, self.eps, residual=x)
+        # What is added may be narrower, as what a matrix product makes under autocast is.
+        if torch.promote_types(x.dtype, change.dtype) == x.dtype and by_one_kernel(x, select_impl):
+            return rms_norm(change, self.weight, self.eps, residual=x, dtype=x.dtype)
         x = x + change
         return self._normalised(x).to(x.dtype), x
 

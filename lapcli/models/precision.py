@@ -24,8 +24,8 @@ def as_product_input(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def by_one_kernel(x: Tensor, select_impl: Callable[[torch.device, torch.dtype], Choice]) -> bool:
-    """Whether an operator of lapkernels, which keeps nothing for a backward pass, may take `x`, by a kernel."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+def by_one_kernel(x: Tensor, select_impl: Callable[..., Choice]) -> bool:
+    """Whether an operator of lapkernels may take `x` by a kernel, which has gradients too where they are wanted."""
+    if torch.compiler.is_compiling():
         return False
-    return select_impl(x.device, x.dtype).name == "triton"
+    return select_impl(x.device, x.dtype, needs_gradient=torch.is_grad_enabled()).name == "triton"

@@ -91,15 +91,22 @@ class Packing:
     bounds: list[int]
     cu_seqlens: Tensor
     _spread: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _bounds: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def sequences(self) -> int:
         """How many there are."""
         return len(self.bounds) - 1
 
+    def bounds_on(self, device: torch.device) -> Tensor:
+        """`cu_seqlens` on a device, where it is brought once for all layers."""
+        if device not in self._bounds:
+            self._bounds[device] = self.cu_seqlens.to(device)
+        return self._bounds[device]
+
     def first_tokens(self, device: torch.device) -> Tensor:
         """`[sequences]`, the position of each sequence's first token."""
-        return self.cu_seqlens[:-1].to(device)
+        return self.bounds_on(device)[:-1]
 
     def spread(self, past: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where tokens `[T]` and pasts `[sequences * past]` lie once each sequence has its past laid before it.

@@ -11,8 +11,11 @@ import torch
 from lapkernels._triton import triton_version
 from lapkernels.errors import InvalidInput, KernelUnavailable
 from lapkernels.norm import rms_norm, select_impl, swiglu
+from lapkernels.testing_norm import CASES, check_norm_gradients, check_swiglu_gradients
 
-F64, BF16 = torch.float64, torch.bfloat16
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+ON_GPU = pytest.param("cuda", marks=GPU)
 
 
 def test_the_norm_by_its_formula():
@@ -93,6 +96,61 @@ def test_swiglu_of_two_tensors_is_that_of_one():
     x = torch.randn(3, 2, 10)
     assert torch.equal(swiglu(x[..., :5], x[..., 5:]), swiglu(x))
     assert torch.equal(swiglu(x[..., :5].contiguous(), x[..., 5:].contiguous()), swiglu(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_norms(case, dtype, device):
+    if device == "cuda" and dtype == F64:
+        pytest.skip("no kernel takes fp64")
+    impl = "triton" if device == "cuda" else "reference"
+    check_norm_gradients(case, 3, 37, impl, dtype, device)
+    check_norm_gradients(case, 2, 300, impl, dtype, device, frozen=True)
+    if device == "cuda":
+        # Heads and hidden sizes of models, and rows for which programs take several tiles each.
+        for rows, width in ((20011, 96), (5003, 256), (700, 2048), (130, 5120), (65, 8192)):
+            check_norm_gradients(case, rows, width, impl, dtype, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+def test_gradients_of_swiglu(dtype, device):
+    if device == "cuda" and dtype == F64:
+        pytest.skip("no kernel takes fp64")
+    check_swiglu_gradients(3, 37, "triton" if device == "cuda" else "reference", dtype, device)
+    if device == "cuda":
+        check_swiglu_gradients(3001, 1408, "triton", dtype, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_shares_have_the_gradient_of_their_sum(device):
+    impl = "triton" if device == "cuda" else "reference"
+    shares = torch.randn(3, 2, 7, device=device).requires_grad_()
+    residual, weight = torch.randn(2, 7, device=device), torch.ones(7, device=device)
+    rms_norm(shares, weight, residual=residual, shares=True, impl=impl).output.square().sum().backward()
+    whole = shares.detach().sum(0).requires_grad_()
+    rms_norm(whole, weight, residual=residual).output.square().sum().backward()
+    for share in shares.grad:
+        torch.testing.assert_close(share, whole.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gradients_of_rows_beyond_31_bits():
+    """The last rows of more than 2^31 numbers are, to the bit, what they are alone."""
+    rows, width = 2**21 + 77, 1030
+    x = torch.randn(2**16, dtype=BF16, device="cuda").repeat(-(-rows * width // 2**16))[: rows * width]
+    x, weight = x.view(rows, width).requires_grad_(), torch.randn(width, device="cuda")
+    found, activated = rms_norm(x, weight, gate=x, impl="triton").output, swiglu(x, impl="triton")
+    (d_x,) = torch.autograd.grad(found, x, x.detach())
+    (d_gated,) = torch.autograd.grad(activated, x, activated.detach())
+    end = x.detach()[-77:].clone().requires_grad_()
+    last, activated_last = rms_norm(end, weight, gate=end, impl="triton").output, swiglu(end, impl="triton")
+    assert torch.equal(found[-77:], last)
+    assert torch.equal(activated[-77:], activated_last)
+    assert torch.equal(d_x[-77:], torch.autograd.grad(last, end, end.detach())[0])
+    assert torch.equal(d_gated[-77:], torch.autograd.grad(activated_last, end, activated_last.detach())[0])
 
 
 def test_what_is_refused():

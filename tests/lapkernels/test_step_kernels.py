@@ -135,6 +135,17 @@ INTERPRETED = {
         kernels._MANY = 1
         together = rms_norm(x[:, 0], weight, gate=gate[:, 0], impl="triton").output
         torch.testing.assert_close(together, alone, rtol=2**-10, atol=2**-24)
+
+        import lapkernels.norm.triton_autograd as kernels
+        from lapkernels.testing_norm import CASES, check_norm_gradients, check_swiglu_gradients
+        for case in CASES:
+            check_norm_gradients(case, 3, 37, "triton", torch.float32)
+        check_norm_gradients("a wide sum", 3, 37, "triton", torch.float16)
+        check_norm_gradients("a gated sum", 1, 1300, "triton", torch.float32, frozen=True)
+        # Programs that take several tiles each, some fewer than others, the last of which is not full.
+        kernels._AT_ONCE = 4096
+        check_norm_gradients("SiLU", 600, 5, "triton", torch.float32)
+        check_swiglu_gradients(2, 1100, "triton", torch.float32)
         """,
 }
 

@@ -507,11 +507,17 @@ def test_a_mixer_is_found_by_its_class(make_model):
     assert [type(mixer) for mixer in make_model("gated_deltanet").mixers()] == [GatedDeltaNetMixer] * 2
 
 
-@torch.no_grad()
-def test_without_gradients_small_operators_are_the_same(model, tokens, monkeypatch):
-    """Norms, sums and activations as a GPU runs them then, by their definition."""
-    ids = tokens(2, 9)
-    plain = model(ids).logits
-    for module in ("norms", "decoder"):
-        monkeypatch.setattr(f"lapcli.models.{module}.by_one_kernel", lambda *_: True)
-    assert relative_error(model(ids).logits, plain) < EXACT
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_small_operators_by_their_definition_are_the_same(model, tokens, packed, monkeypatch):
+    """Norms, sums, activations and convolutions as a GPU runs them, logits and gradients."""
+    ids = tokens(1, 18) if packed else tokens(2, 9)
+    where = {"cu_seqlens": torch.tensor([0, 5, 18])} if packed else {}
+    results = []
+    for fused in (False, True):
+        for module in ("norms", "decoder", "convolution"):
+            monkeypatch.setattr(f"lapcli.models.{module}.by_one_kernel", lambda *_, fused=fused: fused)
+        output = model(ids, labels=ids, **where)
+        gradients = torch.autograd.grad(output.loss, list(model.parameters()), materialize_grads=True)
+        results.append([output.logits, *gradients])
+    for fused, plain in zip(results[1], results[0], strict=True):
+        assert torch.allclose(fused, plain, rtol=0, atol=EXACT * max(1.0, plain.abs().max().item()))

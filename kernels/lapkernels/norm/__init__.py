@@ -1,4 +1,4 @@
-"""The small operators around a layer, each one kernel: residual sum with RMS norm, and SwiGLU's activation."""
+"""The small operators around a layer, each one kernel and one back: residual sum with RMS norm, SwiGLU's activation."""
 
 from lapkernels.decoding.choice import IMPLEMENTATIONS
 from lapkernels.norm.api import NormOutput, rms_norm, select_impl, swiglu, why_not

@@ -5,13 +5,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lapkernels.decoding.choice import KernelOrReference
+from lapkernels.decoding.choice import KernelOrReference, gradient_wanted
 from lapkernels.errors import KernelUnavailable
 from lapkernels.norm.reference import rms_norm_reference, swiglu_reference
 from lapkernels.norm.validation import check_gated, check_norm
 
 _WIDEST = 65536
 """Numbers of a row that one program can hold."""
+_WIDEST_WITH_GRADIENT = 8192
+"""Likewise, with all that a gradient needs."""
 
 
 class NormOutput(NamedTuple):
@@ -46,7 +48,9 @@ def rms_norm(
 ) -> NormOutput:
     """`s / rms(s) * (weight + offset) * f(gate)`, where `s` is x or `residual + x`, in fp32 (fp64 for fp64) inside.
 
-    The sum is rounded to the residual's dtype before it is normed, as where the two are apart.
+    The sum is rounded to the residual's dtype before it is normed, as where the two are apart. Gradients of x, weight,
+    residual and gate are there once; theirs, of the kernel, are not. For them the sum, weight and gate are kept. The
+    weight's is added up in one order, whatever runs beside.
 
     Args:
         x: `[.., D]`, the last axis contiguous; with `shares` `[S, .., D]`.
@@ -62,7 +66,7 @@ def rms_norm(
         dtype: of the output; `None` for x's.
         ready: whether the weight was there before the kernel that was launched last, as a model's are: then it may be
             read while that one still runs.
-        impl: `auto` (see `select_impl`), `reference` or `triton`.
+        impl: `auto` (see `select_impl`; inside `torch.compile` never the kernel), `reference` or `triton`.
 
     Returns:
         A `NormOutput`. Nothing is written in place.
@@ -73,19 +77,28 @@ def rms_norm(
     """
     check_norm(x, weight, residual, gate, gate_activation, shares)
     sigmoid = gate_activation == "sigmoid"
-    if _CHOICE.chosen(impl, x.device, x.dtype) == "triton":
-        # Here, since it imports triton.
-        from lapkernels.norm.triton_norm import rms_norm_triton
+    wanted = gradient_wanted(x, weight, residual, gate)
+    if _chosen(impl, x, wanted) == "triton":
+        widest = _WIDEST_WITH_GRADIENT if wanted else _WIDEST
+        if x.shape[-1] > widest and impl == "triton":
+            with_ = ", with gradients," if wanted else ""
+            raise KernelUnavailable(
+                f"impl='triton' for the norm: a program{with_} holds rows of {widest}, not {x.shape[-1]}"
+            )
+        # Here, since they import triton.
+        if x.shape[-1] <= widest and wanted:
+            from lapkernels.norm.triton_autograd import rms_norm_with_gradients
 
-        if x.shape[-1] <= _WIDEST:
+            return NormOutput(*rms_norm_with_gradients(x, weight, eps, residual, offset, gate, sigmoid, shares, dtype))
+        if x.shape[-1] <= widest:
+            from lapkernels.norm.triton_norm import rms_norm_triton
+
             return NormOutput(*rms_norm_triton(x, weight, eps, residual, offset, gate, sigmoid, shares, dtype, ready))
-        if impl == "triton":
-            raise KernelUnavailable(f"impl='triton' for the norm: a program holds rows of {_WIDEST}, not {x.shape[-1]}")
     return NormOutput(*rms_norm_reference(x, weight, eps, residual, offset, gate, sigmoid, shares, dtype))
 
 
 def swiglu(x: Tensor, up: Tensor | None = None, *, impl: str = "auto") -> Tensor:
-    """`silu(gate) * up`, in fp32 (fp64 for fp64) inside.
+    """`silu(gate) * up`, in fp32 (fp64 for fp64) inside; gradients are there once, theirs, of the kernel, are not.
 
     Args:
         x: `[.., 2 F]`, gate and up side by side, the last axis contiguous; with `up` the gate alone, `[.., F]`.
@@ -101,9 +114,21 @@ def swiglu(x: Tensor, up: Tensor | None = None, *, impl: str = "auto") -> Tensor
     """
     check_gated(x, up)
     gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
-    if _CHOICE.chosen(impl, x.device, x.dtype) == "triton":
-        # Here, since it imports triton.
-        from lapkernels.norm.triton_norm import swiglu_triton
+    wanted = gradient_wanted(gate, up)
+    if _chosen(impl, x, wanted) == "reference":
+        return swiglu_reference(gate, up)
+    # Here, since they import triton.
+    if wanted:
+        from lapkernels.norm.triton_autograd import swiglu_with_gradients
 
-        return swiglu_triton(gate, up)
-    return swiglu_reference(gate, up)
+        return swiglu_with_gradients(gate, up)
+    from lapkernels.norm.triton_norm import swiglu_triton
+
+    return swiglu_triton(gate, up)
+
+
+def _chosen(impl: str, x: Tensor, needs_gradient: bool) -> str:
+    """What runs, `reference` or `triton`."""
+    if impl == "auto" and torch.compiler.is_compiling():
+        return "reference"
+    return _CHOICE.chosen(impl, x.device, x.dtype, needs_gradient=needs_gradient)

@@ -86,10 +86,10 @@ def rms_norm_triton(
 ) -> tuple[Tensor, Tensor]:
     """Arguments as `rms_norm` has checked them; returns the output and the sum."""
     shape = x.shape[1:] if shares else x.shape
-    rows, width = _rows(x), shape[-1]
+    rows, width = rows_of(x), shape[-1]
     number = shape.numel() // width
-    held = rows if residual is None else _rows(residual)
-    gates = rows if gate is None else _rows(gate)
+    held = rows if residual is None else rows_of(residual)
+    gates = rows if gate is None else rows_of(gate)
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
     total = x if residual is None else torch.empty(shape, dtype=residual.dtype, device=x.device)
     block = power_of_two(width)
@@ -116,7 +116,7 @@ def rms_norm_triton(
 
 def swiglu_triton(gate: Tensor, up: Tensor) -> Tensor:
     """Arguments as `swiglu` has checked them, apart."""
-    gates, ups, width = _rows(gate), _rows(up), gate.shape[-1]
+    gates, ups, width = rows_of(gate), rows_of(up), gate.shape[-1]
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block = min(_BLOCK, power_of_two(width))
     blocks, early = -(-width // block), may_begin_early(gate.device)
@@ -129,6 +129,6 @@ def swiglu_triton(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """`[rows, D]`: a view where the strides allow one."""
     return x.reshape(-1, x.shape[-1])
