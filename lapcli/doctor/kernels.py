@@ -407,42 +407,41 @@ def _attend_step(device: torch.device) -> Iterator[Trial]:
 
 
 def _norm(device: torch.device) -> Iterator[Trial]:
-    """Residual sum with RMS norm, and SwiGLU, against their formulas in fp64."""
+    """RMS norms with a residual sum and with a gate, and SwiGLU, against their formulas in fp64, and gradients."""
     from lapkernels.norm import IMPLEMENTATIONS, rms_norm, swiglu, why_not
 
-    eps, width = 1e-6, 96
+    eps, rows, width = 1e-6, 5, 96
 
     def formulas(x: Tensor, residual: Tensor, weight: Tensor) -> dict[str, Tensor]:
         # The sum is rounded to the residual's dtype before it is normed.
-        total = (x + residual).double()
-        gate, up = x.double().chunk(2, dim=-1)
+        x, total, weight = x.double(), (x + residual).double(), weight.double()
+        gate, up = x.chunk(2, dim=-1)
+        opened = residual.double() / (1 + (-residual.double()).exp())
         return {
             "residual": total,
-            "output": total / (total.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double(),
+            "output": total / (total.square().mean(-1, keepdim=True) + eps).sqrt() * weight,
+            "gated": x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight * opened,
             "swiglu": gate / (1 + (-gate).exp()) * up,
         }
 
     for impl, dtype in _each(IMPLEMENTATIONS, device):
 
-        def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
-            generator = torch.Generator().manual_seed(0)
-            x, residual, weight = (
-                torch.randn(*shape, generator=generator, dtype=torch.float64).to(kind)
-                for shape, kind in (((5, width), dtype), ((5, width), torch.float32), ((width,), torch.float32))
-            )
-            truth = formulas(x, residual, weight)
-            there = [value.to(device) for value in (x, residual, weight)]
-            normed = rms_norm(there[0], there[2], eps, residual=there[1], impl=impl)
-            actual = {
-                "residual": normed.residual,
-                "output": normed.output,
-                "swiglu": swiglu(there[0], impl=impl),
-            }
-            # What a plain computation rounds: its result, and in fp32 the sums over a row too.
-            plain = {name: x.to(dtype) for name, x in truth.items()}
-            return precisions(actual, truth, plain, dtype, width if dtype == torch.float32 else 1)
+        def call(x: Tensor, residual: Tensor, weight: Tensor, impl: str = impl) -> dict[str, Tensor]:
+            normed = rms_norm(x, weight, eps, residual=residual, impl=impl)
+            gated = rms_norm(x, weight, eps, gate=residual, impl=impl).output
+            swished = swiglu(x, impl=impl)
+            return {"residual": normed.residual, "output": normed.output, "gated": gated, "swiglu": swished}
 
-        yield Trial("norm", impl, "residual, SwiGLU", "forward", dtype, why_not(impl, device, dtype), run)
+        for way in ("forward", "backward"):
+
+            def run(call: Any = call, dtype: torch.dtype = dtype, way: Way = way) -> list[Precision]:
+                sizes = {"x": (rows, width), "residual": (rows, width), "weight": (width,)}
+                drawn = _drawn(sizes, {"x": dtype})
+                # What a plain computation rounds: its result, and in fp32 the sums over a row and over rows too.
+                return _ways(call, formulas, drawn, way, dtype, device, width if dtype == torch.float32 else 1, rows)
+
+            why = why_not(impl, device, dtype, needs_gradient=way == "backward")
+            yield Trial("norm", impl, "residual, gate, SwiGLU", way, dtype, why, run)
 
 
 def _thin_linear(device: torch.device) -> Iterator[Trial]:
@@ -560,24 +559,91 @@ def _greedy_token(device: torch.device) -> Iterator[Trial]:
 
 
 def _short_conv(device: torch.device) -> Iterator[Trial]:
-    """A convolution over a prompt that goes on from another, against torch's own in fp64."""
+    """A convolution over a prompt that goes on from another, against torch's own in fp64, and gradients."""
     from lapkernels.short_conv import IMPLEMENTATIONS, short_conv, why_not
 
     rows, time, channels, taps = 2, 70, 130, 4
+
+    def formula(x: Tensor, state: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        joined, weight = torch.cat((state, x), dim=1).double().transpose(1, 2), weight.double().unsqueeze(1)
+        sums = torch.nn.functional.conv1d(joined, weight, groups=channels).transpose(1, 2)
+        return {"output": sums / (1 + (-sums).exp())}
+
     for impl, dtype in _each(IMPLEMENTATIONS, device):
 
-        def run(impl: str = impl, dtype: torch.dtype = dtype) -> list[Precision]:
-            generator = torch.Generator().manual_seed(0)
-            x, state, weight = (
-                torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-                for shape in ((rows, time, channels), (rows, taps - 1, channels), (channels, taps))
-            )
-            joined = torch.cat((state, x), dim=1).double().transpose(1, 2)
-            sums = torch.nn.functional.conv1d(joined, weight.double().unsqueeze(1), groups=channels).transpose(1, 2)
-            truth = {"output": sums / (1 + (-sums).exp())}
-            actual = {"output": short_conv(*(each.to(device) for each in (x, weight, state)), impl=impl)}
-            # What a plain computation rounds: its result, and in fp32 the sums over the taps too.
-            plain = {name: value.to(dtype) for name, value in truth.items()}
-            return precisions(actual, truth, plain, dtype, taps if dtype == torch.float32 else 1)
+        def call(x: Tensor, state: Tensor, weight: Tensor, impl: str = impl) -> dict[str, Tensor]:
+            return {"output": short_conv(x, weight, state, impl=impl)}
 
-        yield Trial("short_conv", impl, "SiLU, a state before", "forward", dtype, why_not(impl, device, dtype), run)
+        for way in ("forward", "backward"):
+
+            def run(call: Any = call, dtype: torch.dtype = dtype, way: Way = way) -> list[Precision]:
+                sizes = {"x": (rows, time, channels), "state": (rows, taps - 1, channels), "weight": (channels, taps)}
+                drawn = _drawn(sizes, {"x": dtype, "state": dtype})
+                # What a plain computation rounds: its result, and in fp32 the sums over the taps, of which those of a
+                # gradient add up what comes of others, too.
+                terms = 1 if dtype != torch.float32 else taps if way == "forward" else taps**2
+                return _ways(call, formula, drawn, way, dtype, device, terms, rows * time)
+
+            why = why_not(impl, device, dtype, needs_gradient=way == "backward")
+            yield Trial("short_conv", impl, "SiLU, a state before", way, dtype, why, run)
+
+
+def _drawn(sizes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """Random tensors by name, in fp32 where no dtype is named."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(*size, generator=generator, dtype=torch.float64).to(dtypes.get(name, torch.float32))
+        for name, size in sizes.items()
+    }
+
+
+def _ways(
+    call: Callable[..., dict[str, Tensor]],
+    formulas: Callable[..., dict[str, Tensor]],
+    given: dict[str, Tensor],
+    way: Way,
+    dtype: torch.dtype,
+    device: torch.device,
+    terms: int,
+    summed: int,
+) -> list[Precision]:
+    """Results, or gradients, of what has a `weight` in fp32 among its arguments, against formulas in fp64.
+
+    Args:
+        call: what is checked.
+        formulas: the same in fp64.
+        given: the arguments.
+        way: `forward` or `backward`.
+        dtype: of the results.
+        device: where.
+        terms: summands that a result's rounding has.
+        summed: numbers whose products the weight's gradient adds up, in fp32 whatever the dtype.
+    """
+    there = {name: value.to(device) for name, value in given.items()}
+    if way == "forward":
+        truth, actual = formulas(**given), call(**there)
+        plain = {name: value.to(dtype) for name, value in truth.items()}
+        return precisions(actual, truth, plain, dtype, terms)
+
+    generator = torch.Generator().manual_seed(1)
+
+    def gradients(run: Callable[..., dict[str, Tensor]], given: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {name: value.detach().requires_grad_() for name, value in given.items()}
+        outputs = run(**leaves)
+        upstream = [slopes[name].to(value) for name, value in outputs.items()]
+        found = torch.autograd.grad(list(outputs.values()), list(leaves.values()), upstream)
+        return {f"d{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+
+    slopes = {
+        # Numbers that every dtype holds.
+        name: torch.randn(value.shape, generator=generator).to(torch.bfloat16)
+        for name, value in formulas(**given).items()
+    }
+    truth = gradients(formulas, {name: value.double() for name, value in given.items()})
+    actual, found = gradients(call, there), []
+    for name, right in truth.items():
+        rounding = torch.float32 if name == "dweight" else dtype
+        count = terms * summed if name == "dweight" else terms
+        one = [{name: each} for each in (actual[name], right, right.to(rounding))]
+        found += precisions(one[0], one[1], one[2], rounding, count)
+    return found

@@ -16,6 +16,7 @@ from lapcli.doctor.kernels import (
     _few_linear,
     _greedy_token,
     _norm,
+    _short_conv,
     _ssd_step,
     _thin_linear,
     check_kernels,
@@ -230,12 +231,42 @@ def test_the_choice_of_tokens_is_checked_too(monkeypatch):
 
 
 def test_norms_are_checked_too(monkeypatch):
-    (trial,) = [trial for trial in _norm(CPU) if trial.impl == "reference"]
-    assert _checked(trial, CPU).status == "right"
-    monkeypatch.setattr("lapkernels.norm.swiglu", lambda x, **_: x.chunk(2, -1)[0] * x.chunk(2, -1)[1])
-    (trial,) = [trial for trial in _norm(CPU) if trial.impl == "reference"]
-    assert "swiglu" in _checked(trial, CPU).detail
-    assert _checked(trial, CPU).status == "wrong"
+    def checked(way):
+        (trial,) = [trial for trial in _norm(CPU) if trial.impl == "reference" and trial.way == way]
+        return _checked(trial, CPU)
+
+    assert checked("forward").status == checked("backward").status == "right"
+    module = importlib.import_module("lapkernels.norm")
+    right = module.rms_norm
+    monkeypatch.setattr(module, "rms_norm", lambda x, weight, *a, **k: right(x, _slope_off(weight), *a, **k))
+    assert checked("forward").status == "right"
+    assert checked("backward").status == "wrong"
+    assert "dweight" in checked("backward").detail
+    monkeypatch.setattr(module, "rms_norm", right)
+    monkeypatch.setattr(module, "swiglu", lambda x, **_: x.chunk(2, -1)[0] * x.chunk(2, -1)[1])
+    assert "swiglu" in checked("forward").detail
+    assert checked("forward").status == "wrong"
+
+
+def test_short_convolutions_are_checked_too(monkeypatch):
+    def checked(way):
+        (trial,) = [trial for trial in _short_conv(CPU) if trial.impl == "reference" and trial.way == way]
+        return _checked(trial, CPU)
+
+    assert checked("forward").status == checked("backward").status == "right"
+    module = importlib.import_module("lapkernels.short_conv")
+    right = module.short_conv
+    monkeypatch.setattr(module, "short_conv", lambda x, weight, state, **k: right(x, weight, _slope_off(state), **k))
+    assert checked("forward").status == "right"
+    assert checked("backward").status == "wrong"
+    assert "dstate" in checked("backward").detail
+    monkeypatch.setattr(module, "short_conv", lambda x, weight, state, **k: right(x, weight, **k))
+    assert checked("forward").status == "wrong"
+
+
+def _slope_off(x):
+    """The same number, with a gradient that is one part in a thousand too large."""
+    return x + 1e-3 * (x - x.detach())
 
 
 def test_thin_layers_are_checked_too(monkeypatch):
