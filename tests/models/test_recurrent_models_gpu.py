@@ -1,5 +1,6 @@
 """The models on a GPU, against fla's own classes and against themselves in fp64."""
 
+import importlib
 import warnings
 
 import pytest
@@ -147,6 +148,71 @@ def test_gradients_are_flas(model):
         BF16,
         terms=64,
     )
+
+
+PACKED = {"rows": {}, "packed": {"cu_seqlens": torch.tensor([0, 7, 200, 201, 400])}}
+
+
+def loss_and_gradients(network, ids, autocast=False, **where):
+    device = next(network.parameters()).device
+    network.train()
+    with torch.autocast(device.type, BF16, enabled=autocast):
+        loss = network(ids.to(device), labels=ids.to(device), **where).loss
+    loss.backward()
+    gradients = {name: each.grad for name, each in network.named_parameters() if each.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often the small operators' kernels ran with gradients."""
+    counts = dict.fromkeys(("short_conv.triton_autograd.short_conv_triton", "norm.triton_autograd.rms_norm_triton",
+                            "norm.triton_autograd.swiglu_triton"), 0)  # fmt: skip
+    for name in counts:
+        module, _, function = f"lapkernels.{name}".rpartition(".")
+        right = getattr(importlib.import_module(module), function)
+
+        def counted(*args, name=name, right=right):
+            counts[name] += 1
+            return right(*args)
+
+        monkeypatch.setattr(f"lapkernels.{name}", counted)
+    return counts
+
+
+@pytest.mark.parametrize("where", PACKED)
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_training_by_small_kernels_is_training_in_pytorch(model, where, autocast, launches, monkeypatch):
+    """Loss and gradients through the kernels of convolutions, norms and SwiGLU are as near fp64 as without them."""
+    ids = draw(1, 400) if PACKED[where] else draw(2, 200)
+    truth = loss_and_gradients(copy_of(model, "cpu", torch.float64), ids, **PACKED[where])
+    kernels = loss_and_gradients(copy_of(model, "cuda", torch.float32, "chunked"), ids, autocast, **PACKED[where])
+    # Of each of two layers three convolutions, three norms and an activation, and the last norm.
+    assert list(launches.values()) == [6, 7, 2]
+    for module in ("norms", "decoder", "convolution"):
+        monkeypatch.setattr(f"lapcli.models.{module}.by_one_kernel", lambda *_: False)
+    plain = loss_and_gradients(copy_of(model, "cuda", torch.float32, "chunked"), ids, autocast, **PACKED[where])
+    assert list(launches.values()) == [6, 7, 2]
+    # In bf16, as for the delta rule alone, sums stand over the rounded products of a chunk, and in fp32 those of the
+    # tokens that a weight's gradient adds up, too.
+    rounding, terms = (BF16, 64) if autocast else (torch.float32, 64 * 400)
+    assert_as_precise(kernels, truth, plain, rounding, terms)
+
+
+def test_small_kernels_beside_frozen_weights_and_under_checkpointing(model, launches):
+    """As LoRA leaves the small weights, and as blocks are computed again: the other gradients are the same."""
+    ids, network = draw(2, 200), copy_of(model, "cuda", torch.float32, "chunked")
+    wanted = loss_and_gradients(network, ids)
+    network.zero_grad()
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_("norm" not in name and "conv1d" not in name)
+    network.gradient_checkpointing_enable()
+    found = loss_and_gradients(network, ids)
+    # Twice what lies within blocks, and once more where it is computed again.
+    assert list(launches.values()) == [3 * 6, 3 * 6 + 2, 3 * 2]
+    assert not any("norm" in name or "conv1d" in name for name in found)
+    for name, each in found.items():
+        assert relative_error(each, wanted[name]) < 400**0.5 * 64 * torch.finfo(torch.float32).eps, name
 
 
 def test_fp32_on_the_gpu_is_fp64_on_the_cpu(model):
