@@ -30,6 +30,7 @@ from lapcli.linearising.start import fit_scale, fold_scale, output_variance, sca
 from lapcli.linearising.watching import attention_of, watched
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter
+from lapcli.training import distributed
 from lapcli.training.checkpoints import KIND as CHECKPOINT
 from lapcli.training.distillation import distillation_sums, head_of
 from lapcli.training.engine import CHECKPOINTS, Execution, train
@@ -216,15 +217,10 @@ class Chain:
                 last_hidden(self.teacher, batch)
                 if self.plan.settings.distillation.fit and self.settings.window is None:
                     # Its other layers are in the teacher's dtype; autocast is what training has too.
-                    with self._precision():
+                    with distributed.product_precision(self.student.device):
                         last_hidden(self.student, batch)
         factors = fit_scale(attention_of(self.student, layer), mine.heads, theirs.outputs) if mine.heads else None
         return output_variance(theirs.outputs), factors
-
-    def _precision(self) -> Any:
-        if self.student.device.type != "cuda":
-            return contextlib.nullcontext()
-        return torch.autocast("cuda", torch.bfloat16)
 
     def _measure(self, look: Any, batches: Sequence[Any]) -> dict[str, float]:
         with torch.no_grad():

@@ -112,7 +112,9 @@ class LayerObjective(Objective):
         similarity = alignment.new_zeros(())
         # NaN of no token at all must not enter the sum.
         if hasattr(attention, "forget_proj") and len(counted):
-            decays = attention.log_decays(mine.inputs[0]).flatten(0, 1)
+            # The layer is in fp32, and what enters it in the dtype of those before it.
+            with self._precision(student.device):
+                decays = attention.log_decays(mine.inputs[0]).flatten(0, 1)
             those = decays.index_select(0, counted.to(decays.device)).unsqueeze(0)
             similarity = gate_similarity(those) * len(counted)
         return LayerSums(alignment, similarity, final.cross_entropy, final.kl, final.tokens)

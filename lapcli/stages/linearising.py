@@ -166,12 +166,7 @@ def linearise_into(
             conversion that is there.
     """
     machine, reporter = machine or Machine(), reporter or SilentReporter()
-    dtype = machine.torch_dtype(plan.source.config)
-    if machine.torch_device().type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-        raise UsageError(
-            f"--dtype {machine.dtype} on a CPU: what is trained is in fp32, and so must the rest be there",
-            "pass --dtype float32, or none",
-        )
+    _refuse_half_on_cpu(machine, plan.source.config)
     place = plan.place
     with RunDirectory(place.root).lock():
         if plan.overwrite:
@@ -190,6 +185,14 @@ def linearise_into(
         summary["rank_correlations"],
         worked or exported,
     )
+
+
+def _refuse_half_on_cpu(machine: Machine, config: dict[str, Any]) -> None:
+    if machine.torch_device().type == "cpu" and machine.torch_dtype(config) in (torch.bfloat16, torch.float16):
+        raise UsageError(
+            f"--dtype {machine.dtype} on a CPU: what is trained is in fp32, and so must the rest be there",
+            "pass --dtype float32, or none",
+        )
 
 
 def export_prefix(

@@ -114,9 +114,12 @@ class Objective(nn.Module):
         return sums.cross_entropy, sums.kl, sums.tokens
 
     def _precision(self, device: torch.device) -> Any:
-        if device.type != "cuda" or not self._autocast:
-            return contextlib.nullcontext()
-        return torch.autocast("cuda", torch.bfloat16)
+        return product_precision(device) if self._autocast else contextlib.nullcontext()
+
+
+def product_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """In which matrix products of training are made: bf16 on a GPU, whatever the weights are in; elsewhere theirs."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def unwrapped(model: Any) -> Any:

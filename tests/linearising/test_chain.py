@@ -18,10 +18,11 @@ from lapcli.linearising.settings import DistillationSettings, LayerSettings, Lin
 from lapcli.machine import Machine
 from lapcli.reporting import SilentReporter
 from lapcli.runtime import Engine
+from lapcli.stages import linearising
 from lapcli.stages.linearising import export_prefix, linearise_into, number_of, plan_linearising
 from lapcli.testing.dual_state import tiny_source
 from lapcli.testing.oracle import relative_error
-from lapcli.training import engine
+from lapcli.training import distributed, engine
 
 IDS = torch.randint(3, 250, (1, 60), generator=torch.Generator().manual_seed(0))
 
@@ -338,6 +339,23 @@ def test_half_precision_on_a_cpu_is_refused(source, text, tmp_path):
     with pytest.raises(UsageError, match="--dtype bfloat16 on a CPU"):
         linearise_into(plan, machine=Machine(device="cpu", dtype="bfloat16"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "layer, change",
+    [({}, {}), ({"states": 1, "width": 2}, {}), ({"window": 8}, {}), ({}, {"chained": False})],
+    ids=["dual", "wide", "window", "independent"],
+)
+def test_layers_in_fp32_are_trained_among_layers_in_bf16(source, text, tmp_path, monkeypatch, layer, change):
+    """As on a GPU, whose autocast this processor's stands in for."""
+    monkeypatch.setattr(distributed, "product_precision", lambda device: torch.autocast(device.type, torch.bfloat16))
+    monkeypatch.setattr(linearising, "_refuse_half_on_cpu", lambda *_: None)
+    plan = plan_linearising(source, settings(text, layer=layer, steps=12, **change), "1", tmp_path / "out")
+    result = linearise_into(plan, machine=Machine(device="cpu", dtype="bfloat16"))
+    assert [prefix["alignment"]["after"] < prefix["alignment"]["before"] for prefix in result.prefixes].count(True) > 1
+    model = load_model(resolve_model(str(result.output)), device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
+    assert bool(model(IDS).logits.isfinite().all())
 
 
 def test_the_directory_stands_alone(source, text, tmp_path):
