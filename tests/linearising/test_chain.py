@@ -342,7 +342,7 @@ def test_half_precision_on_a_cpu_is_refused(source, text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layer, change",
+    ("layer", "change"),
     [({}, {}), ({"states": 1, "width": 2}, {}), ({"window": 8}, {}), ({}, {"chained": False})],
     ids=["dual", "wide", "window", "independent"],
 )
