@@ -128,9 +128,7 @@ class Study(Commands):
         if not missing:
             return True
         label = "recall" if self.kind == TRAINING else self.kind
-        recall = {
-            name: recall_corpora(self, name, text, label) for name in dict.fromkeys(run.mixture for run in missing)
-        }
+        recall = recall_corpora(self, list(dict.fromkeys(run.mixture for run in missing)), text, label)
         return self.each(missing, lambda number, run: self._cell(number, run, recall[run.mixture]))
 
     def _cell(self, number: int, key: Run, recall: Mapping[str, Path]) -> bool:
@@ -220,7 +218,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
         sys.exit(0 if Study(options, {"pilot": PILOT, "run": TRAINING}[options.command]).run() else 1)
     elif options.command == "recover":
         study, text = Recoveries(options), digest_of(options.text)
-        sys.exit(0 if study.run(text, recall_corpora(study, RECOVERED_ON, text, "recovery")) else 1)
+        recall = recall_corpora(study, [RECOVERED_ON], text, "recovery")
+        sys.exit(0 if study.run(text, recall[RECOVERED_ON]) else 1)
     elif options.command == "ship":
         sys.stdout.write(ship(options.files, options.work, options.output, options.variant[0], options.seed, _FILES))
     else:

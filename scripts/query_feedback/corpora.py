@@ -3,11 +3,10 @@
 import json
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from studies.commands import Commands
 
@@ -62,42 +61,54 @@ def mixture(name: str, text: Path, recall: Mapping[str, Path]) -> str:
     return ",".join(f"{places[part]}:{share}" for part, share in MIXTURES[name].items())
 
 
-def recall_corpora(study: Commands, name: str, text: str, label: str = "recall") -> dict[str, Path]:
-    """The recall documents of a mixture, made where they are not there: as many characters as the budget needs.
+def recall_corpora(
+    study: Commands, names: Sequence[str], text: str, label: str = "recall"
+) -> dict[str, dict[str, Path]]:
+    """The recall documents of mixtures, made where they are not there: as many characters as the budget needs.
 
     Args:
         study: whose options name text and budget.
-        name: of the mixture.
+        names: of the mixtures.
         text: digest of `--text`.
         label: what files begin with. Trainings of another budget have files of their own, which must stay what a
             training began with.
 
     Returns:
-        Files by the kind of their documents.
+        By the name of a mixture files by the kind of their documents.
     """
     study.work.mkdir(parents=True, exist_ok=True)
-    parts = {part: share for part, share in MIXTURES[name].items() if part in RECALL}
-    return {
-        part: _corpus(study, study.work / f"{label}-{name}-{part}", part, share, text) for part, share in parts.items()
-    }
+    found: dict[str, dict[str, Path]] = {}
+    missing: dict[Path, tuple[str, int]] = {}
+    for name in names:
+        for kind, share in MIXTURES[name].items():
+            if kind in RECALL:
+                path = study.work / f"{label}-{kind}-{share}.jsonl"
+                found.setdefault(name, {})[kind] = path
+                # Beside what is trained on once there is what is held out.
+                characters = int(share * study.options.tokens * 3) + 1_000_000
+                if not _is_there(path, [text, characters]):
+                    missing[path] = kind, characters
+    if missing:
+        with ProcessPoolExecutor(min(len(missing) * _SHARDS, os.cpu_count() or 1)) as pool:
+            shards = {
+                path: [pool.submit(recall_shard, study.options.text, *what, shard) for shard in range(_SHARDS)]
+                for path, what in missing.items()
+            }
+            for path, (_, characters) in missing.items():
+                path.write_text("".join(shard.result() for shard in shards[path]), encoding="utf-8")
+                path.with_suffix(".json").write_text(json.dumps([text, characters]))
+                study.say(f"{path}: {path.stat().st_size / 1e6:.0f} MB of recall documents")
+    return found
 
 
-def _corpus(study: Commands, stem: Path, kind: str, share: float, text: str) -> Path:
-    # Beside what is trained on once there is what is held out.
-    characters = int(share * study.options.tokens * 3) + 1_000_000
-    path, size = stem.with_suffix(".jsonl"), stem.with_suffix(".json")
-    if path.is_file() and size.is_file() and json.loads(size.read_text()) == [text, characters]:
-        return path
-    with ProcessPoolExecutor(min(_SHARDS, os.cpu_count() or 1)) as pool:
-        made = pool.map(partial(recall_shard, study.options.text, kind, -(-characters // _SHARDS)), range(_SHARDS))
-        path.write_text("".join(made), encoding="utf-8")
-    size.write_text(json.dumps([text, characters]))
-    study.say(f"{path}: {path.stat().st_size / 1e6:.0f} MB of recall documents")
-    return path
+def _is_there(path: Path, made_of: list[Any]) -> bool:
+    size = path.with_suffix(".json")
+    return path.is_file() and size.is_file() and json.loads(size.read_text()) == made_of
 
 
 def recall_shard(text: Path, kind: str, characters: int, shard: int) -> str:
-    """JSONL of recall documents that hide their needles in a slice of the corpus, of about so many characters."""
+    """JSONL of recall documents that hide their needles in a slice of the corpus, `characters / 16` of them, about."""
+    characters = -(-characters // _SHARDS)
     haystack = Haystack(
         (document.text[:20_000] for number, document in enumerate(read_path(text)) if number % _SHARDS == shard), 1500
     )
