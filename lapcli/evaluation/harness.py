@@ -79,7 +79,7 @@ class HarnessTask:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse names that lm-eval does not know. Those that lapcli names itself need no look.
+    """Refuse names that lm-eval does not know. Those that lapcli names itself need no look; no names need no lm-eval.
 
     Raises:
         UsageError: names are unknown; all of them are named, each with the nearest that is known.
@@ -87,7 +87,8 @@ def check_names(names: Sequence[str]) -> None:
     """
     others = [name for name in names if not _named_here(name)]
     if not others:
-        require_lm_eval()
+        if names:
+            require_lm_eval()
         return
     if not _installed():
         # Most likely slips in our own names; the hint lists them.

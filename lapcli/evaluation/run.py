@@ -339,9 +339,7 @@ def versions(device: torch.device | str) -> dict[str, str]:
 
 def _check_names(infos: Sequence[TaskInfo]) -> None:
     check_spelling(infos)  # spares lm-eval's index where names are certainly none
-    names = [info.harness_name for info in infos if info.harness_name is not None]
-    if names:
-        check_names(names)
+    check_names([info.harness_name for info in infos if info.harness_name is not None])
     check_packages(infos)
 
 

@@ -80,6 +80,11 @@ def test_flash_qla_through_fla(hopper, monkeypatch, change, name):
     assert select_impl("cuda", torch.bfloat16, **(CALL | {"key_width": 128, "value_width": 128} | change)).name == name
 
 
+def test_flash_qla_without_the_compiler_that_it_needs(hopper, monkeypatch):
+    monkeypatch.setattr(fla_backend, "is_installed", lambda package: package == "flash_qla")
+    assert select_impl("cuda", torch.bfloat16, **(CALL | {"key_width": 128, "value_width": 128})).name == "triton"
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "change", "name", "reason"),
     [

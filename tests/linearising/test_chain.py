@@ -10,6 +10,7 @@ import torch
 from lapcli.artifacts import read_artifact
 from lapcli.cli.inspect_ import describe
 from lapcli.errors import ArtifactError, FamilyError, ModelError, UsageError
+from lapcli.evaluation import harness
 from lapcli.families.loading import load_model
 from lapcli.families.remote.lapcli_dual_state import dual_state_layers
 from lapcli.families.source import resolve_model
@@ -256,6 +257,13 @@ def test_what_is_refused_before_any_work(source, text, tmp_path):
             linearise_into(plan_linearising(source, settings(text), "0.3", tmp_path / "mine", overwrite=overwrite))
     assert (tmp_path / "mine" / "thesis.txt").exists()
     assert not (tmp_path / "out").exists()
+
+
+def test_tasks_of_lapcli_need_no_lm_eval(source, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "_installed", lambda: False)
+    plan_linearising(source, settings(text), "0.3", tmp_path / "out", tasks=["builtin", "niah"])
+    with pytest.raises(ModelError, match="not installed"):
+        plan_linearising(source, settings(text), "0.3", tmp_path / "out", tasks=["builtin", "lambada"])
 
 
 def test_a_converted_model_is_no_teacher(done, text, tmp_path):

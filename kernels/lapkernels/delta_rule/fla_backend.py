@@ -85,7 +85,8 @@ def why_faster(
         return None
     if time <= SHORT and not needs_gradient:
         return f"fla's recurrence in one kernel is the fastest up to {SHORT} steps"
-    if gated and (key_width, value_width) == (128, 128) and is_installed("flash_qla"):
+    # Without the compiler that it is written for it lies there and cannot be imported.
+    if gated and (key_width, value_width) == (128, 128) and is_installed("flash_qla") and is_installed("tilelang"):
         return "fla hands K = V = 128 to FlashQLA, which is the fastest there"
     return None
 

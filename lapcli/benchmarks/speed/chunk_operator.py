@@ -31,8 +31,10 @@ def why_not_chunks(way: str, shape: Shape, device: torch.device, dtype: torch.dt
     if way in IMPLEMENTATIONS:
         return why_not(way, device, dtype, **call)
     if way.startswith("FlashQLA"):
-        if importlib.util.find_spec("flash_qla") is None or device.type != "cuda":
-            return "FlashQLA is not installed" if device.type == "cuda" else "FlashQLA needs a GPU"
+        if device.type != "cuda":
+            return "FlashQLA needs a GPU"
+        if any(importlib.util.find_spec(name) is None for name in ("flash_qla", "tilelang")):
+            return "FlashQLA is not installed, or without tilelang"
         if shape.value_width != 128 or shape.key_width > 128:
             return "FlashQLA takes K = V = 128"
         if way == "FlashQLA" and shape.key_width != 128:
