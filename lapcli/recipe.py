@@ -24,6 +24,7 @@ from pydantic import (
 from lapcli.errors import RecipeError
 
 ScoreFrom = Literal["both", "key", "query"]
+Optimizer = Literal["adamw", "muon"]
 SEEDS = 2**32
 """How many seeds there are: as many as the pickiest of the generators behind them takes."""
 Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
@@ -136,6 +137,15 @@ class TrainingSettings(Optimisation):
     beta1: float = Field(default=0.9, ge=0, lt=1, description="of AdamW: how long gradients are remembered")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="of AdamW: how long their squares are")
     eps: float = Field(default=1e-8, gt=0, description="of AdamW: added to the root of the squares")
+    optimizer: Optimizer = Field(default="adamw", description="adamw; muon: of a whole model's hidden matrices")
+
+    def document(self) -> dict[str, Any]:
+        """The settings as they are stored and hashed: the optimiser where it is not AdamW."""
+        found = super().document()
+        # What was trained before there was a choice is still what these settings ask for.
+        if self.optimizer == "adamw":
+            del found["optimizer"]
+        return found
 
 
 class RecoverySettings(Optimisation):

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from lapcli.errors import RecipeError
-from lapcli.recipe import Contradiction, Settings, TrainingSettings, read_settings, validate
+from lapcli.recipe import Contradiction, Optimizer, Settings, TrainingSettings, read_settings, validate
 
 Documents = Literal["apart", "joined"]
 Start = Literal["stock", "spread"]
@@ -48,7 +48,10 @@ class PretrainingSettings(Settings):
     lr_min: float | None = Field(default=None, ge=0, description="last learning rate; a tenth of lr when absent")
     warmup: float = Field(default=0.05, ge=0, le=1, description="share of the steps in which the rate rises")
     warmup_steps: int | None = Field(default=None, ge=1, description="steps in which it rises, instead of a share")
-    weight_decay: float = Field(default=0.1, ge=0, description="of AdamW, of matrices, filters and embeddings")
+    optimizer: Optimizer = Field(
+        default="adamw", description="adamw; or muon: Muon of the hidden matrices, AdamW of all else"
+    )
+    weight_decay: float = Field(default=0.1, ge=0, description="of matrices, filters and embeddings")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="of AdamW: how long gradients are remembered")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="of AdamW: how long their squares are")
     eps: float = Field(default=1e-8, gt=0, description="of AdamW: added to the root of the squares")
@@ -101,8 +104,12 @@ class PretrainingSettings(Settings):
     def document(self) -> dict[str, Any]:
         """The settings as they are stored and hashed: two ways to ask for one training are one request."""
         training = self.training()
+        found = super().document()
+        # What was trained before there was a choice is still what these settings ask for.
+        if self.optimizer == "adamw":
+            del found["optimizer"]
         return {
-            **super().document(),
+            **found,
             "tokenizer": self.tokenizer_name,
             "tokens": None,
             "steps": training.steps,
@@ -125,7 +132,7 @@ class PretrainingSettings(Settings):
         """How the engine trains: plain cross entropy, in whole steps."""
         steps = self.steps if self.tokens is None else -(-self.tokens // self.batch_tokens)
         assert steps is not None, "one of the two was given"
-        shared = ("lr", "weight_decay", "beta1", "beta2", "eps", "clip", "validation", "seed")
+        shared = ("lr", "optimizer", "weight_decay", "beta1", "beta2", "eps", "clip", "validation", "seed")
         return TrainingSettings(
             **{name: getattr(self, name) for name in shared},
             batch=self.batch_tokens // self.seq_len,

@@ -257,6 +257,11 @@ def plan_training(
     execution = execution or Execution()
     folder, output = run.training, run.trained
     settings = request.settings
+    if settings.optimizer == "muon" and execution.sharding == "fsdp":
+        raise RecipeError(
+            "optimizer: muon takes matrices whole, and --sharding fsdp gives each device a share of them",
+            "leave --sharding out, or set optimizer: adamw in the recipe",
+        )
     _refuse_other_run(run)
     there = begun = None
     if not restart:

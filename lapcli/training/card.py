@@ -119,8 +119,9 @@ def _facts(rows: dict[str, str]) -> list[str]:
 
 
 def _optimiser(training: TrainingSettings) -> str:
+    name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[training.optimizer]
     return (
-        f"AdamW, {training.lr:g} falling to {training.lr_min:g}, warm-up {training.warmup:.3g}, "
+        f"{name}, {training.lr:g} falling to {training.lr_min:g}, warm-up {training.warmup:.3g}, "
         f"weight decay {training.weight_decay:g}, gradient norm {training.clip:g}"
     )
 

@@ -41,6 +41,7 @@ TENSORS_FILE = "state.safetensors"
 KIND = "checkpoint"
 
 _NAME = re.compile(r"step-(\d+)")
+_OF_OPTIMISERS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 ANEW = "pass --restart to begin anew, or --run DIR to keep both"
 """What to do where no checkpoint can be gone on from."""
 _DAMAGE = (ArtifactError, SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError)
@@ -244,8 +245,9 @@ def training_tensors(
         processes: those that train it together.
 
     Returns:
-        `parameter/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `step/NAME` in fp32, `rng/RANK/cpu` and
-        `rng/RANK/cuda` of every process as bytes. Of several processes the leader alone has more than the latter.
+        `parameter/NAME` and what the optimiser holds of it (`step/NAME` with `exp_avg/NAME` and `exp_avg_sq/NAME`, or
+        with `momentum_buffer/NAME`) in fp32, `rng/RANK/cpu` and `rng/RANK/cuda` of every process as bytes. Of several
+        processes the leader alone has more than the latter.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in trained_parameters(model).items():
@@ -296,18 +298,16 @@ def restore_training(model: nn.Module, optimizer: torch.optim.Optimizer, tensors
         ArtifactError: the model trains other parameters.
     """
     restore_parameters(model, tensors)
-    steps, moments = _part("step", tensors), {part: _part(part, tensors) for part in ("exp_avg", "exp_avg_sq")}
+    parts = {part: _part(part, tensors) for part in _OF_OPTIMISERS}
     names = {parameter: name for name, parameter in trained_parameters(model).items()}
+    state: dict[int, dict[str, Tensor]] = {}
     # The optimiser counts parameters group by group.
-    counted = enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
-    state = {
-        number: {
-            "step": steps[names[parameter]].clone(),
-            **{part: placed_like(parameter, values[names[parameter]].clone()) for part, values in moments.items()},
-        }
-        for number, parameter in counted
-        if names[parameter] in steps
-    }
+    for number, parameter in enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        saved = {part: values[names[parameter]].clone() for part, values in parts.items() if names[parameter] in values}
+        if saved:
+            state[number] = {
+                part: value if part == "step" else placed_like(parameter, value) for part, value in saved.items()
+            }
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 

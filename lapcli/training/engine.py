@@ -48,6 +48,7 @@ from lapcli.training.compiling import compile_blocks
 from lapcli.training.curve import Curve
 from lapcli.training.distillation import Sums, total
 from lapcli.training.distributed import Objective, Parallel, Sharding, local, nothing_of, unwrapped
+from lapcli.training.optimisers import optimiser_of
 from lapcli.training.packing import PackedBatch, reads_packing
 from lapcli.training.schedule import learning_rate_factor
 from lapcli.training.stream import PackedSequence
@@ -371,7 +372,7 @@ class _Loop:
         self.curve = Curve(folder / CURVE_FILE)
         if execution.compile:
             compile_blocks(self.base)
-        self.optimizer = _optimizer(student, plan, settings)
+        self.optimizer = optimiser_of(student, plan, settings)
         self.step, self.tokens = 0, 0
         self.first: Measured | None = None
         self.last: Measured | None = None
@@ -687,24 +688,6 @@ class _Loop:
         entropy, kl = found[:, :2].sum(0).tolist()
         weight, count = self.settings.kl_weight * self.settings.temperature**2, max(tokens, 1)
         return Measured((entropy + weight * kl) / count, entropy / count, kl / count, tokens), int(found[:, 2].max())
-
-
-def _optimizer(student: nn.Module, plan: TrainingPlan, settings: TrainingSettings) -> torch.optim.AdamW:
-    """AdamW over what is trained, in one group, or two where some of it is not to decay."""
-    trained, still = trained_parameters(student), plan.undecayed() if settings.weight_decay else frozenset()
-    groups = [
-        {"params": [parameter for name, parameter in trained.items() if name not in still]},
-        {"params": [parameter for name, parameter in trained.items() if name in still], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        # One kernel for all that lies on GPUs; elsewhere whatever torch takes by itself.
-        fused=True if all(parameter.is_cuda for parameter in trained.values()) else None,
-    )
 
 
 def _seed(seed: int, rank: int, step: int) -> int:

@@ -11,25 +11,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-# Odd polynomial whose iteration drives singular values towards 1 (Jordan et al. 2024, "Muon", quintic coefficients).
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-
-
-def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly: singular values end between 0.7 and 1.2.
-
-    Args:
-        matrices: `[n, rows, columns]`, fp32.
-        steps: of Newton-Schulz iteration, in bf16.
-    """
-    a, b, c = _COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if tall else matrices).bfloat16()
-    x = x / (torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True) + 1e-7).bfloat16()
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).float()
+from lapcli.training.optimisers import orthogonalised
 
 
 class MuonAdamW:

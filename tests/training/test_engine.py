@@ -173,8 +173,9 @@ def everything_of(place, **settings):
     return Bench(place, teacher=None, everything=True, **{"kl_weight": 0.0, "weight_decay": 0.1, **settings})
 
 
-def test_a_whole_model_goes_on_bit_for_bit(own, tmp_path):
-    unbroken, first, again = everything_of(own), everything_of(own), everything_of(own)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_whole_model_goes_on_bit_for_bit(own, tmp_path, optimizer):
+    unbroken, first, again = (everything_of(own, optimizer=optimizer) for _ in range(3))
     before = unbroken.state
     unbroken.run(tmp_path / "unbroken")
     assert before.keys() == {name for name, _ in unbroken.student.named_parameters()}
@@ -447,7 +448,7 @@ def loop_of(bench, **execution):
     return engine._Loop(
         bench.student, bench.teacher, bench.stream, bench.plan, bench.settings, Path("nowhere"), bench.lineage,
         Execution(**execution), None, engine.Objective, lambda _done: None, lambda _step, _found: None,
-        nullcontext, "training", bench.reporter, ALONE, None,
+        nullcontext, "training", "begin anew", bench.reporter, ALONE, None,
     )  # fmt: skip
 
 
