@@ -51,11 +51,12 @@ def _group(lines: list[Line]) -> str:
     example = max(lines, key=lambda line: len(line["commands"]))
     tokens = example["steps"] * example["batch"] * example["seq_len"]
     dates = sorted({line["date"] for line in lines})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     items = f"{example['limit']} items a task" if example["limit"] else "all items of a task"
     about = (
         f"{example['model']} ({example['digest'][:12]}), {tokens:,} tokens a layer in sequences of "
         f"{example['seq_len']}, text {example['text'][:12]}, {items}; means ± standard deviations over seeds. "
-        f"{', '.join(sorted({line['machine'] for line in lines}))}; {dates[0]} to {dates[-1]}. For example:"
+        f"{', '.join(sorted({line['machine'] for line in lines}))}; {when}. For example:"
     )
     commands = [f"    {command}" for command in example["commands"]]
     parts = [*_quality(lines), "", about, "", *commands]
