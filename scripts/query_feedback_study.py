@@ -67,7 +67,18 @@ from query_feedback.recovering import Recoveries
 from query_feedback.shipping import ship
 from query_feedback.tables import BEGIN, END, put, write
 from query_feedback.throughput import Throughput
-from query_feedback.variants import BASE, BATCH, LENGTHS, NEEDLES, PROMPTS, TRAINED, TRAINED_LENGTH, VARIANTS
+from query_feedback.variants import (
+    BASE,
+    BATCH,
+    LENGTHS,
+    NEEDLES,
+    OPTIMIZER,
+    OPTIMIZERS,
+    PROMPTS,
+    TRAINED,
+    TRAINED_LENGTH,
+    VARIANTS,
+)
 from studies.arguments import names_of
 from studies.commands import Commands
 from studies.corpus import prepare as prepare_corpus
@@ -98,6 +109,7 @@ class Run(NamedTuple):
     text: str
     mixture: str
     batch: int
+    optimizer: str
 
 
 class Study(Commands):
@@ -117,11 +129,12 @@ class Study(Commands):
         options, text = self.options, digest_of(self.options.text)
         there = {key_of(each) for path in (options.output, *options.known) for each in read_lines(path, self.kind)}
         wanted = [
-            Run(name, seed, options.tokens, text, mixed, batch)
+            Run(name, seed, options.tokens, text, mixed, batch, optimizer)
             for name in options.variants
             for seed in options.seeds
             for mixed in options.mixtures
             for batch in options.batches
+            for optimizer in options.optimizers
         ]
         missing = [run for run in wanted if key_of({"kind": self.kind, **run._asdict()}) not in there]
         self.say(f"{len(wanted)} runs wanted, {len(wanted) - len(missing)} of them there")
@@ -134,21 +147,23 @@ class Study(Commands):
     def _cell(self, number: int, key: Run, recall: Mapping[str, Path]) -> bool:
         """Train and measure one; whether it was finished."""
         options = self.options
-        name = f"{key.variant}-{key.seed}" if self.kind == TRAINING else f"{self.kind}-{key.mixture}-{key.batch}"
+        name = (
+            f"{key.variant}-{key.seed}"
+            if self.kind == TRAINING
+            else f"{self.kind}-{key.mixture}-{key.batch}-{key.optimizer}"
+        )
         run, gpu = self.work / name, number % max(1, options.gpus)
         training = [
             "train", f"train/small-{key.variant}", "--seed", str(key.seed), "--tokens", str(key.tokens), "--data",
             mixture(key.mixture, options.text, recall), "--run", str(run), "--kernel", options.kernel,
-            "--batch-tokens", str(key.batch), "--micro-batch",
+            "--batch-tokens", str(key.batch), "--optimizer", key.optimizer, "--micro-batch",
             str(min(options.micro_batch, key.batch // TRAINED_LENGTH)), "--validation", str(options.validation),
             "--validate-every", str(options.validate_every), "--save-every", str(options.save_every),
             *(["--compile"] if options.compile else []),
         ]  # fmt: skip
-        # In fp32, whatever trained it.
         measuring = [
             "eval", "builtin", *NEEDLES, "--ruler-lengths", ",".join(map(str, options.lengths)), "--limit",
-            str(options.limit), "--dtype", "float32", "--kernel", "chunked", "--model", str(run / "trained"),
-            "--run", str(run),
+            str(options.limit), "--dtype", options.dtype, "--model", str(run / "trained"), "--run", str(run),
         ]  # fmt: skip
         try:
             seconds = [self.lapcli(gpu, *arguments) for arguments in (training, measuring)]
@@ -259,7 +274,8 @@ def _training(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--tokens", type=int, default=tokens, help="of each training")
     parser.add_argument("--limit", type=int, default=100, help="prompts of each task and length")
     parser.add_argument("--lengths", type=_numbers, default=list(LENGTHS), help="of prompts, in tokens, with commas")
-    parser.add_argument("--kernel", default="auto", help="that trains; `chunked` measures")
+    parser.add_argument("--kernel", default="auto", help="that trains")
+    parser.add_argument("--dtype", default="float32", help="in which models are measured; bfloat16 takes kernels")
     parser.add_argument("--micro-batch", type=int, default=32)
     parser.add_argument("--validation", type=int, default=64, help="sequences held out of each training")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, over all GPUs")
@@ -269,6 +285,7 @@ def _pilot(parser: argparse.ArgumentParser) -> None:
     _from_nothing(parser, 30_000_000)
     parser.add_argument("--mixtures", type=names_of(MIXTURES), default=list(MIXTURES), help="names with commas")
     parser.add_argument("--batches", type=_numbers, default=[8192, 16_384, BATCH], help="tokens of a step, with commas")
+    parser.add_argument("--optimizers", type=names_of(OPTIMIZERS), default=[OPTIMIZER], help="names with commas")
     parser.set_defaults(variants=[BASE], seeds=[0])
 
 
@@ -279,6 +296,9 @@ def _run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mixture", dest="mixtures", type=lambda name: names_of(MIXTURES)(name)[:1], default=[MIXTURE])
     parser.add_argument("--batch-tokens", dest="batches", type=lambda tokens: [int(tokens)], default=[BATCH])
+    parser.add_argument(
+        "--optimizer", dest="optimizers", type=lambda name: names_of(OPTIMIZERS)(name)[:1], default=[OPTIMIZER]
+    )
 
 
 def _from_nothing(parser: argparse.ArgumentParser, tokens: int) -> None:

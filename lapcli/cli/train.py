@@ -53,6 +53,7 @@ def run(
     batch_tokens: Annotated[int | None, _option("Tokens of a step, over all GPUs.")] = None,
     seq_len: Annotated[int | None, _option("Tokens a sequence.")] = None,
     lr: Annotated[float | None, _option("Largest learning rate; the last becomes a tenth of it.")] = None,
+    optimizer: Annotated[str | None, _option("adamw, or muon: of hidden matrices, with adamw for all else.")] = None,
     validation: Annotated[int | None, _option("Sequences held out for validation.")] = None,
     seed: Annotated[int | None, _option("Of the first weights, of the order of text, and of recall.")] = None,
     gpus: options.Gpus = None,
@@ -96,7 +97,8 @@ def run(
         raise UsageError(f"--dtype {dtype!r} is none of auto, float32, bfloat16")
     given = {
         "base": base, "tokenizer": tokenizer, "data": data, "tokens": tokens, "steps": steps,
-        "batch_tokens": batch_tokens, "seq_len": seq_len, "lr": lr, "validation": validation, "seed": seed,
+        "batch_tokens": batch_tokens, "seq_len": seq_len, "lr": lr, "optimizer": optimizer, "validation": validation,
+        "seed": seed,
     }  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
     settings = _settings(find_recipe(recipe), chosen)

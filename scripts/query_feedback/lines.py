@@ -8,7 +8,7 @@ from studies import lines
 TRAINING, PILOT, THROUGHPUT, RECOVERY = "training", "pilot", "throughput", "recovery"
 """What a line is of; one that does not say is of a training."""
 
-_RUN = ("variant", "seed", "tokens", "text", "mixture", "batch")
+_RUN = ("variant", "seed", "tokens", "text", "mixture", "batch", "optimizer")
 _KEYS = {
     TRAINING: _RUN,
     PILOT: _RUN,

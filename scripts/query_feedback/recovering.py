@@ -163,10 +163,9 @@ class Recoveries(Commands):
                 cell.arm, run / ("control" if cell.arm.startswith("control") else "recovered")
             )
             where = cell.model.path if cell.arm == "base" else str(made)
-            # In fp32, whatever trained it.
             measuring = (
                 "eval", "builtin", *NEEDLES, "--ruler-lengths", ",".join(map(str, options.lengths)), "--limit",
-                str(options.limit), "--dtype", "float32", "--kernel", "chunked", "--model", where, "--run", str(run),
+                str(options.limit), "--dtype", options.dtype, "--model", where, "--run", str(run),
             )  # fmt: skip
             if not do(*measuring):
                 return False

@@ -68,7 +68,8 @@ nothing after its sources. Not for any decision about people.
 
     python scripts/query_feedback_study.py prepare TEXTS text.jsonl.xz
     python scripts/query_feedback_study.py run --work DIR --text text.jsonl.xz --output runs.jsonl --gpus 1 \\
-        --variants {variant} --seeds {seed} --tokens {budget} --mixture {mixture} --batch-tokens {batch}
+        --variants {variant} --seeds {seed} --tokens {budget} --mixture {mixture} --batch-tokens {batch} \\
+        --optimizer {optimizer}
     python scripts/query_feedback_study.py ship runs.jsonl --work DIR --output lapcli/demo/{name} --seed {seed}
 """  # noqa: E501 -- rows of Markdown tables cannot be broken
 
@@ -111,7 +112,19 @@ def ship(files: Sequence[Path], work: Path, output: Path, variant: str, seed: in
         (temporary / "README.md").write_text(_card(output.name, config, line, shares), encoding="utf-8")
         log = {
             name: line[name]
-            for name in ("variant", "seed", "tokens", "text", "mixture", "batch", "machine", "date", "versions", "rows")
+            for name in (
+                "variant",
+                "seed",
+                "tokens",
+                "text",
+                "mixture",
+                "batch",
+                "optimizer",
+                "machine",
+                "date",
+                "versions",
+                "rows",
+            )
         }
         log |= {"seconds": line["seconds"], "training": line["training"]}
         (temporary / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
@@ -160,6 +173,7 @@ def _card(name: str, config: Mapping[str, Any], line: dict[str, Any], shares: Ma
         budget=line["tokens"],
         mixture=line["mixture"],
         batch=line["batch"],
+        optimizer=line["optimizer"],
         steps=training["step"],
         length=TRAINED_LENGTH,
         machine=line["machine"],

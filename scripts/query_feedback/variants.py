@@ -17,6 +17,8 @@ LENGTHS = (512, 1024, 2048, 4096)
 TRAINED_LENGTH = 1024
 BATCH = 32_768
 """Tokens of a training step."""
+OPTIMIZERS = ("adamw", "muon")
+OPTIMIZER = "adamw"
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
 """RULER's names of S-NIAH-1, -2 and -3."""
 PROMPTS = (2048, 4096, 8192, 16384)
