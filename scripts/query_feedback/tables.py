@@ -83,8 +83,8 @@ def _tables(runs: list[Line]) -> str:
     lines += [
         "",
         f"{example['tokens']:,} tokens a run of the mixture `{example['mixture']}` by {example['optimizer']}, "
-        f"{example['batch']:,} a step, in rows of {TRAINED_LENGTH}, so that longer prompts are beyond what was trained; "
-        f"{example['limit']} prompts a length; means ± standard deviations over seeds. "
+        f"{example['batch']:,} a step, in rows of {TRAINED_LENGTH}, so that longer prompts are beyond what was "
+        f"trained; {example['limit']} prompts a length; means ± standard deviations over seeds. "
         f"{_when_and_where(runs)}. Text {example['text'][:12]}. For example:",
         "",
         *(f"    {command}" for command in example["commands"]),
