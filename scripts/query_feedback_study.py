@@ -260,7 +260,9 @@ def _pieces(commands: Any, name: str, said: str) -> argparse.ArgumentParser:
 def _throughput(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), help="names with commas")
     parser.add_argument("--prompts", type=_numbers, default=list(PROMPTS), help="their tokens, with commas")
-    parser.add_argument("--batch", type=int, default=8, help="prompts side by side")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="prompts side by side; few leave a GPU waiting for launches"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--first-config", action="store_true", help="as of `lapcli bench`")
