@@ -75,6 +75,7 @@ from query_feedback.variants import (
     OPTIMIZER,
     OPTIMIZERS,
     PROMPTS,
+    RATE,
     TRAINED,
     TRAINED_LENGTH,
     VARIANTS,
@@ -110,6 +111,7 @@ class Run(NamedTuple):
     mixture: str
     batch: int
     optimizer: str
+    lr: float
 
 
 class Study(Commands):
@@ -129,12 +131,13 @@ class Study(Commands):
         options, text = self.options, digest_of(self.options.text)
         there = {key_of(each) for path in (options.output, *options.known) for each in read_lines(path, self.kind)}
         wanted = [
-            Run(name, seed, options.tokens, text, mixed, batch, optimizer)
+            Run(name, seed, options.tokens, text, mixed, batch, optimizer, rate)
             for name in options.variants
             for seed in options.seeds
             for mixed in options.mixtures
             for batch in options.batches
             for optimizer in options.optimizers
+            for rate in options.rates
         ]
         missing = [run for run in wanted if key_of({"kind": self.kind, **run._asdict()}) not in there]
         self.say(f"{len(wanted)} runs wanted, {len(wanted) - len(missing)} of them there")
@@ -147,16 +150,14 @@ class Study(Commands):
     def _cell(self, number: int, key: Run, recall: Mapping[str, Path]) -> bool:
         """Train and measure one; whether it was finished."""
         options = self.options
-        name = (
-            f"{key.variant}-{key.seed}"
-            if self.kind == TRAINING
-            else f"{self.kind}-{key.mixture}-{key.batch}-{key.optimizer}"
-        )
+        name = f"{key.variant}-{key.seed}"
+        if self.kind == PILOT:
+            name = f"{self.kind}-{key.mixture}-{key.batch}-{key.optimizer}-{key.lr}"
         run, gpu = self.work / name, number % max(1, options.gpus)
         training = [
             "train", f"train/small-{key.variant}", "--seed", str(key.seed), "--tokens", str(key.tokens), "--data",
             mixture(key.mixture, options.text, recall), "--run", str(run), "--kernel", options.kernel,
-            "--batch-tokens", str(key.batch), "--optimizer", key.optimizer, "--micro-batch",
+            "--batch-tokens", str(key.batch), "--optimizer", key.optimizer, "--lr", str(key.lr), "--micro-batch",
             str(min(options.micro_batch, key.batch // TRAINED_LENGTH)), "--validation", str(options.validation),
             "--validate-every", str(options.validate_every), "--save-every", str(options.save_every),
             *(["--compile"] if options.compile else []),
@@ -200,6 +201,10 @@ def digest_of(path: Path) -> str:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -288,6 +293,7 @@ def _pilot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mixtures", type=names_of(MIXTURES), default=list(MIXTURES), help="names with commas")
     parser.add_argument("--batches", type=_numbers, default=[8192, 16_384, BATCH], help="tokens of a step, with commas")
     parser.add_argument("--optimizers", type=names_of(OPTIMIZERS), default=[OPTIMIZER], help="names with commas")
+    parser.add_argument("--rates", type=_rates, default=[RATE], help="largest learning rates, with commas")
     parser.set_defaults(variants=[BASE], seeds=[0])
 
 
@@ -301,6 +307,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", dest="optimizers", type=lambda name: names_of(OPTIMIZERS)(name)[:1], default=[OPTIMIZER]
     )
+    parser.add_argument("--lr", dest="rates", type=lambda rate: [float(rate)], default=[RATE])
 
 
 def _from_nothing(parser: argparse.ArgumentParser, tokens: int) -> None:

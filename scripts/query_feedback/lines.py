@@ -8,10 +8,11 @@ from studies import lines
 TRAINING, PILOT, THROUGHPUT, RECOVERY = "training", "pilot", "throughput", "recovery"
 """What a line is of; one that does not say is of a training."""
 
-_RUN = ("variant", "seed", "tokens", "text", "mixture", "batch", "optimizer")
+RUN = ("variant", "seed", "tokens", "text", "mixture", "batch", "optimizer", "lr")
+"""What tells trainings apart."""
 _KEYS = {
-    TRAINING: _RUN,
-    PILOT: _RUN,
+    TRAINING: RUN,
+    PILOT: RUN,
     THROUGHPUT: ("variant", "length", "batch", "dtype", "machine"),
     RECOVERY: ("base", "digest", "method", "ratio", "arm", "seed", "tokens", "text"),
 }

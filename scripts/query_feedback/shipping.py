@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from query_feedback.corpora import MIXTURES, RECALL
-from query_feedback.lines import TRAINING, read_lines
+from query_feedback.lines import RUN, TRAINING, read_lines
 from query_feedback.variants import TRAINED_LENGTH, VARIANTS
 
 LIMIT = 14_000_000
@@ -69,7 +69,7 @@ nothing after its sources. Not for any decision about people.
     python scripts/query_feedback_study.py prepare TEXTS text.jsonl.xz
     python scripts/query_feedback_study.py run --work DIR --text text.jsonl.xz --output runs.jsonl --gpus 1 \\
         --variants {variant} --seeds {seed} --tokens {budget} --mixture {mixture} --batch-tokens {batch} \\
-        --optimizer {optimizer}
+        --optimizer {optimizer} --lr {lr}
     python scripts/query_feedback_study.py ship runs.jsonl --work DIR --output lapcli/demo/{name} --seed {seed}
 """  # noqa: E501 -- rows of Markdown tables cannot be broken
 
@@ -110,22 +110,7 @@ def ship(files: Sequence[Path], work: Path, output: Path, variant: str, seed: in
                 shutil.copyfile(file, temporary / file.name)
         config = _read(trained / "config.json")
         (temporary / "README.md").write_text(_card(output.name, config, line, shares), encoding="utf-8")
-        log = {
-            name: line[name]
-            for name in (
-                "variant",
-                "seed",
-                "tokens",
-                "text",
-                "mixture",
-                "batch",
-                "optimizer",
-                "machine",
-                "date",
-                "versions",
-                "rows",
-            )
-        }
+        log = {name: line[name] for name in (*RUN, "machine", "date", "versions", "rows")}
         log |= {"seconds": line["seconds"], "training": line["training"]}
         (temporary / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
         size = sum(file.stat().st_size for file in temporary.iterdir())
@@ -174,6 +159,7 @@ def _card(name: str, config: Mapping[str, Any], line: dict[str, Any], shares: Ma
         mixture=line["mixture"],
         batch=line["batch"],
         optimizer=line["optimizer"],
+        lr=line["lr"],
         steps=training["step"],
         length=TRAINED_LENGTH,
         machine=line["machine"],

@@ -28,7 +28,7 @@ def write(files: Sequence[Path]) -> str:
     found = {key_of(each): each for path in files for each in read_lines(path)}
     parts: list[str] = []
     for kind, shown, compare in (
-        (TRAINING, _tables, ("tokens", "text", "limit", "mixture", "batch", "optimizer")),
+        (TRAINING, _tables, ("tokens", "text", "limit", "mixture", "batch", "optimizer", "lr")),
         (PILOT, _pilots, ("tokens", "text", "limit")),
         (THROUGHPUT, _throughput, ("machine", "batch", "dtype")),
     ):
@@ -82,8 +82,8 @@ def _tables(runs: list[Line]) -> str:
         ]
     lines += [
         "",
-        f"{example['tokens']:,} tokens a run of the mixture `{example['mixture']}` by {example['optimizer']}, "
-        f"{example['batch']:,} a step, in rows of {TRAINED_LENGTH}, so that longer prompts are beyond what was "
+        f"{example['tokens']:,} tokens a run of the mixture `{example['mixture']}` by {example['optimizer']} "
+        f"at {example['lr']:g}, {example['batch']:,} a step, in rows of {TRAINED_LENGTH}, so that longer prompts are beyond what was "
         f"trained; {example['limit']} prompts a length; means ± standard deviations over seeds. "
         f"{_when_and_where(runs)}. Text {example['text'][:12]}. For example:",
         "",
@@ -96,11 +96,16 @@ def _pilots(runs: list[Line]) -> str:
     """What Gated DeltaNet recalls after as many tokens of several mixtures, in steps of several sizes."""
     lengths, example = _lengths(runs), runs[0]
     columns: list[Column] = [_BUILTIN, *((task, length) for task in NEEDLES for length in lengths)]
-    lines = _head("mixture", ["optimizer", "tokens a step", *map(_title, columns)])
+    lines = _head("mixture", ["optimizer", "learning rate", "tokens a step", *map(_title, columns)])
     for name, shares in MIXTURES.items():
         for run in sorted((each for each in runs if each["mixture"] == name), key=lambda each: -each["batch"]):
             said = ", ".join(f"{share:.0%} {part}" for part, share in shares.items())
-            lines.append(_row(f"`{name}`: {said}", [run["optimizer"], f"{run['batch']:,}", *_cells([run], columns)]))
+            lines.append(
+                _row(
+                    f"`{name}`: {said}",
+                    [run["optimizer"], f"{run['lr']:g}", f"{run['batch']:,}", *_cells([run], columns)],
+                )
+            )
     lines += [
         "",
         f"{VARIANTS[example['variant']]}, {example['tokens']:,} tokens, one seed; {example['limit']} prompts a length. "

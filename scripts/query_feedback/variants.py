@@ -19,6 +19,8 @@ BATCH = 32_768
 """Tokens of a training step."""
 OPTIMIZERS = ("adamw", "muon")
 OPTIMIZER = "adamw"
+RATE = 0.003
+"""The largest learning rate, that of the recipes."""
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
 """RULER's names of S-NIAH-1, -2 and -3."""
 PROMPTS = (2048, 4096, 8192, 16384)

@@ -45,7 +45,7 @@ def rows_of(ppl, recall, lengths=(512, 2048)):
 def line(variant, seed, *, tokens=1000, limit=10, text="a" * 64, date="2026-11-30", ppl=30.0, recall=0.5):
     return {
         "variant": variant, "seed": seed, "tokens": tokens, "text": text, "limit": limit, "date": date, "machine": "M",
-        "mixture": "half", "batch": 4096, "optimizer": "adamw",
+        "mixture": "half", "batch": 4096, "optimizer": "adamw", "lr": 0.003,
         "commands": ["lapcli train X", "lapcli eval Y"], "training": {"after": {"cross_entropy": 3.0}},
         "rows": rows_of(ppl, recall),
     }  # fmt: skip
@@ -288,7 +288,7 @@ def test_a_pilot_shows_what_is_recalled_by_mixture(tmp_path):
     for mixture, batch, recall in (("half", 16, 0.125), ("denser", 16, 0.25), ("half", 32, 0.375)):
         study.add_line(path, {**line("gdn", 0, recall=recall), "kind": "pilot", "mixture": mixture, "batch": batch})
     rows = [row for row in study.write([path]).splitlines() if row.startswith("| `")]
-    assert [row.split("|")[3].strip() for row in rows] == ["32", "16", "16"]
+    assert [row.split("|")[4].strip() for row in rows] == ["32", "16", "16"]
     assert ["0.375" in rows[0], "0.125" in rows[1], "0.250" in rows[2]] == [True] * 3
 
 
