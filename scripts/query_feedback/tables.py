@@ -83,8 +83,8 @@ def _tables(runs: list[Line]) -> str:
     lines += [
         "",
         f"{example['tokens']:,} tokens a run of the mixture `{example['mixture']}` by {example['optimizer']} "
-        f"at {example['lr']:g}, {example['batch']:,} a step, in rows of {TRAINED_LENGTH}, so that longer prompts are beyond what was "
-        f"trained; {example['limit']} prompts a length; means ± standard deviations over seeds. "
+        f"at {example['lr']:g}, {example['batch']:,} a step, in rows of {TRAINED_LENGTH}, so that longer prompts are "
+        f"beyond what was trained; {example['limit']} prompts a length; means ± standard deviations over seeds. "
         f"{_when_and_where(runs)}. Text {example['text'][:12]}. For example:",
         "",
         *(f"    {command}" for command in example["commands"]),
