@@ -84,9 +84,11 @@ class Lineage:
             ("made from ", self.parents, other.parents),
         ):
             for key in sorted(mine_all.keys() | theirs_all.keys()):
-                mine_value, theirs_value = mine_all.get(key), theirs_all.get(key)
-                if mine_value != theirs_value:
-                    found.append(f"{name}{key}: {_short(mine_value)} wanted, {_short(theirs_value)} found")
+                if mine_all.get(key) != theirs_all.get(key):
+                    # What came to the settings later stands there only where it is not the default.
+                    unsaid = "none" if name else "the default"
+                    mine, theirs = (_short(every[key]) if key in every else unsaid for every in (mine_all, theirs_all))
+                    found.append(f"{name}{key}: {mine} wanted, {theirs} found")
         return found
 
 
