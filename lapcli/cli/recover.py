@@ -310,6 +310,9 @@ def _would_do(plan: "RecoveryPlan", feedback: "FeedbackPlan | None", as_json: bo
     from lapcli.cli import display
 
     document, converts = plan.document(), {}
+    if feedback is not None and feedback.there():
+        # Then it is what the plan is of.
+        feedback = None
     if feedback is not None:
         # Planned with the model before conversion: what is added is trained beside it.
         converts = {"converts": feedback.document()}

@@ -224,6 +224,7 @@ def _would_do(plan: "TrainingPlan", execution: "Execution", as_json: bool) -> No
         "tokenizer": f"that of {request.tokenizer.name}",
         "text": f"{settings.data}, documents {settings.documents}, {training.validation} sequences held out",
         "budget": f"{training.steps} steps of {training.batch} x {settings.seq_len} = {settings.seen:,} tokens",
+        "optimizer": {"adamw": "AdamW", "muon": "Muon of the blocks' matrices, AdamW of all else"}[training.optimizer],
         "rate": f"{training.lr:g} after {training.warmup:.2%} of the steps, {training.lr_min:g} at the end",
         "costs": f"about {costs.operations:.2g} floating-point operations",
         "memory": f"{display.size(costs.held_bytes)} for weights, gradients and moments, and about "

@@ -283,6 +283,7 @@ def plan_training(
         request.config, request.layers, settings.seen,
         seq_len=settings.seq_len, micro_batch=min(execution.micro_batch, settings.training().batch), half=half,
         checkpointing=execution.gradient_checkpointing, shards=devices if execution.sharding == "fsdp" else 1,
+        muon=settings.optimizer == "muon",
     )  # fmt: skip
     return TrainingPlan(
         request=request,

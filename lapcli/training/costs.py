@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lapcli.families.base import StatefulLayer
 from lapcli.training.distillation import TEMPORARY_BYTES
 from lapcli.training.fresh import class_of
+from lapcli.training.optimisers import hidden_matrices
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Costs:
         operations: in floating point, of the whole training: six for each token and number that it is multiplied
             with, and eighteen for each of a state's (error, write and read, and twice that backward).
         state_bytes: of one sequence, over all layers, in fp32.
-        held_bytes: on each device, of what lies there all the time: weights, gradients and both moments in fp32.
+        held_bytes: on each device, of what lies there all the time: weights, gradients and moments in fp32; AdamW
+            has two, Muon one.
         passing_bytes: on each device, an estimate of what is needed during a step beside that: what one part of a
             batch leaves for the backward pass of PyTorch's chunked kernel (copies of weights in half precision among
             it), and the loss.
@@ -44,6 +46,7 @@ def costs_of(
     half: bool,
     checkpointing: bool,
     shards: int = 1,
+    muon: bool = False,
 ) -> Costs:
     """Count them, without a model's weights.
 
@@ -56,6 +59,7 @@ def costs_of(
         half: whether products are in bf16.
         checkpointing: whether blocks run again in the backward pass.
         shards: devices over which weights and moments are spread.
+        muon: whether Muon trains the blocks' matrices.
     """
     with FakeTensorMode():
         model = class_of(config.model_type)(config)
@@ -64,6 +68,7 @@ def costs_of(
         numbers = sum(parameter.numel() for parameter in model.parameters())
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         active = numbers - (0 if embedding is head else embedding.numel())
+        by_muon = sum(model.get_parameter(name).numel() for name in hidden_matrices(model)) if muon else 0
         left = _left_for_backward(model, micro_batch, seq_len, half)
     in_states = sum(layer.value_heads * layer.key_width * layer.value_width for layer in layers)
     blocks, width = config.num_hidden_layers, config.hidden_size
@@ -75,7 +80,7 @@ def costs_of(
     return Costs(
         operations=tokens * (6.0 * active + 18.0 * in_states),
         state_bytes=sum(layer.state_bytes() for layer in layers),
-        held_bytes=math.ceil(16 * numbers / shards),
+        held_bytes=math.ceil((16 * numbers - 4 * by_muon) / shards),
         passing_bytes=left + loss,
     )
 

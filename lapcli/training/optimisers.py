@@ -101,7 +101,7 @@ def optimiser_of(student: nn.Module, plan: TrainingPlan, settings: TrainingSetti
         settings: rates and the like, and which optimiser.
     """
     trained, still = trained_parameters(student), plan.undecayed() if settings.weight_decay else frozenset()
-    matrices = _hidden_matrices(student, trained) if settings.optimizer == "muon" else frozenset()
+    matrices = hidden_matrices(student) if settings.optimizer == "muon" else frozenset()
     rest = {name: value for name, value in trained.items() if name not in matrices}
     groups: list[dict[str, Any]] = [
         {"params": [value for name, value in rest.items() if name not in still]},
@@ -122,7 +122,13 @@ def optimiser_of(student: nn.Module, plan: TrainingPlan, settings: TrainingSetti
     )
 
 
-def _hidden_matrices(student: Any, trained: dict[str, nn.Parameter]) -> frozenset[str]:
-    """The names of all matrices but those that tokens meet first and last."""
+def hidden_matrices(student: Any) -> frozenset[str]:
+    """The names of all trained matrices but those that tokens meet first and last: what Muon is for.
+
+    Args:
+        student: a model of transformers' kind.
+    """
     outside = {id(module.weight) for module in (student.get_input_embeddings(), student.get_output_embeddings())}
-    return frozenset(name for name, value in trained.items() if value.ndim == 2 and id(value) not in outside)
+    return frozenset(
+        name for name, value in trained_parameters(student).items() if value.ndim == 2 and id(value) not in outside
+    )

@@ -122,6 +122,7 @@ def test_a_pruned_model_gets_query_feedback_on_its_way_to_recovery(lapcli, base,
     code, out, _err = lapcli(*ask, "--dry-run", "--json")
     planned = json.loads(out)
     assert planned["finished"]
+    assert "converts" not in planned
     assert planned["trained_parameters"] == dry["trained_parameters"] + added
     config = json.loads((Path(made["recovered"]) / "config.json").read_text())
     assert (config["model_type"], config["head_dim"], config["lamb_gain"]) == ("qdelta", 16, True)

@@ -66,6 +66,10 @@ def test_a_dry_run_says_what_it_would_cost_and_leaves_nothing(lapcli, recipe, tm
     assert code == 0
     assert not out
     assert all(word in err for word in ("4 steps of 4 x 64", "weights from seed 0", "floating-point", "moments"))
+    assert "AdamW" in err
+    code, out, err = lapcli("train", recipe, "--device", "cpu", "--optimizer", "muon", "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["held_bytes"] < plan["held_bytes"]
     assert not (tmp_path / "lapcli-train").exists()
 
 

@@ -450,6 +450,13 @@ def test_costs_are_those_of_the_model(place):
     assert found.held_bytes == 16 * numbers
     lean = costs_of(config, layers, 1000, seq_len=64, micro_batch=2, half=False, checkpointing=True, shards=4)
     assert lean.held_bytes == 4 * numbers
+    # Muon keeps one number where AdamW keeps two, of the blocks' matrices alone.
+    matrices = sum(
+        value.numel() for name, value in model.named_parameters() if value.ndim == 2 and "embeddings" not in name
+        and "lm_head" not in name
+    )  # fmt: skip
+    with_muon = costs_of(config, layers, 1000, seq_len=64, micro_batch=2, half=False, checkpointing=False, muon=True)
+    assert with_muon.held_bytes == 16 * numbers - 4 * matrices < found.held_bytes
     assert lean.passing_bytes < found.passing_bytes
     # What a real pass keeps, beside what the loss takes.
     kept = {}
