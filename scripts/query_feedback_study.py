@@ -42,7 +42,7 @@ Then `cat OUT/runs.jsonl >> docs/query-feedback.jsonl` (a line that is there twi
 What the third call leaves is done by the same commands another day, trainings under way from their beginning. Kinds
 come in order of priority, the three seeds of one after another.
 
-How long that takes is an estimate, for of these kinds only Gated DeltaNet was ever timed on a GPU: alone on an H200 a
+How long that takes was estimated before these kinds were timed on a GPU (docs/train.md): alone on an H200 a
 recovery of `demo:gdn` runs at 142 k tokens/s by fla's kernels, at 220 k without a teacher (docs/benchmarks.md); 27
 recoveries of 20 M tokens took 575 s on two H200s, 14 processes to a GPU, which is 0.94 M tokens/s with everything
 around them. At 1.5 times that, as there is no teacher, 24 trainings of 50 M tokens take about 850 s, and more as far as
@@ -57,7 +57,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +70,7 @@ from query_feedback.throughput import Throughput
 from query_feedback.variants import (
     BASE,
     BATCH,
+    FEEDBACK,
     LENGTHS,
     NEEDLES,
     OPTIMIZER,
@@ -84,6 +85,8 @@ from studies.arguments import names_of
 from studies.commands import Commands
 from studies.corpus import prepare as prepare_corpus
 from studies.lines import add_line, machine
+
+from lapcli.errors import LapcliError
 
 __all__ = ["BEGIN", "END", "NEEDLES", "VARIANTS", "add_line", "prepare", "put", "read_lines", "recall_shard", "write"]
 
@@ -139,7 +142,10 @@ class Study(Commands):
             for optimizer in options.optimizers
             for rate in options.rates
         ]
-        missing = [run for run in wanted if key_of({"kind": self.kind, **run._asdict()}) not in there]
+        missing = [
+            run for run in wanted
+            if key_of({"kind": self.kind, **run._asdict(), "limit": options.limit}) not in there
+        ]  # fmt: skip
         self.say(f"{len(wanted)} runs wanted, {len(wanted) - len(missing)} of them there")
         if not missing:
             return True
@@ -194,9 +200,16 @@ class Study(Commands):
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 of the corpus.
+
+    Raises:
+        SystemExit: it is not there.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SystemExit(f"{path}: {error.strerror}; `prepare` writes one") from error
 
 
 def _numbers(text: str) -> list[int]:
@@ -205,6 +218,24 @@ def _numbers(text: str) -> list[int]:
 
 def _rates(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
+
+
+def _one_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """What reads one name, as a list of one."""
+
+    def read(text: str) -> list[str]:
+        names = names_of(known)(text)
+        if len(names) > 1:
+            raise argparse.ArgumentTypeError(f"one name is wanted, not {len(names)}; a --work of its own for each")
+        return names
+
+    return read
+
+
+def _selectors(text: str) -> list[str]:
+    from lapcli.selectors.registry import SELECTORS
+
+    return names_of(SELECTORS)(text)
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -227,9 +258,17 @@ def main(arguments: Iterable[str] | None = None) -> None:
     shipped.add_argument("files", type=Path, nargs="+", help="JSON lines that hold its measurements")
     shipped.add_argument("--work", type=Path, required=True, help="of `run`")
     shipped.add_argument("--output", type=Path, required=True, help="the folder; demo:NAME goes by its name")
-    shipped.add_argument("--variant", type=names_of(VARIANTS), default=["qdelta"])
+    shipped.add_argument("--variant", choices=FEEDBACK, default=FEEDBACK[0], help="a Q-Delta; the card is of one")
     shipped.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(None if arguments is None else list(arguments))
+    try:
+        _do(options)
+    except LapcliError as error:
+        raise SystemExit(f"{error.message}\n{error.hint}" if error.hint else error.message) from error
+
+
+def _do(options: argparse.Namespace) -> None:
+    """One command."""
     if options.command == "prepare":
         sys.stdout.write(prepare(options.texts, options.output, options.characters))
     elif options.command == "throughput":
@@ -241,9 +280,11 @@ def main(arguments: Iterable[str] | None = None) -> None:
         recall = recall_corpora(study, [RECOVERED_ON], text, "recovery")
         sys.exit(0 if study.run(text, recall[RECOVERED_ON]) else 1)
     elif options.command == "ship":
-        sys.stdout.write(ship(options.files, options.work, options.output, options.variant[0], options.seed, _FILES))
+        sys.stdout.write(ship(options.files, options.work, options.output, options.variant, options.seed, _FILES))
     else:
         page = options.files.pop() if options.files[-1].suffix == ".md" else None
+        if not options.files:
+            raise SystemExit(f"name the JSON lines before {page}")
         tables = write(options.files)
         if page is None:
             sys.stdout.write(tables)
@@ -254,7 +295,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
 def _pieces(commands: Any, name: str, said: str) -> argparse.ArgumentParser:
     """A command that makes lines."""
     parser = commands.add_parser(name, help=said)
-    parser.add_argument("--work", type=Path, required=True, help="work under way and models that were made")
+    parser.add_argument(
+        "--work", type=Path, required=True,
+        help="work under way and models that were made; one for each mixture, optimizer, step and rate of `run`",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, help="JSON lines; one is added for each finished piece")
     parser.add_argument("--known", type=Path, action="append", default=[], help="more files whose lines count")
     parser.add_argument("--gpus", type=int, default=0, help="0: on the CPU")
@@ -302,10 +346,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variants", type=names_of(VARIANTS), default=list(VARIANTS), help="names with commas, by priority"
     )
-    parser.add_argument("--mixture", dest="mixtures", type=lambda name: names_of(MIXTURES)(name)[:1], default=[MIXTURE])
+    parser.add_argument("--mixture", dest="mixtures", type=_one_of(MIXTURES), default=[MIXTURE], help="one name")
     parser.add_argument("--batch-tokens", dest="batches", type=lambda tokens: [int(tokens)], default=[BATCH])
     parser.add_argument(
-        "--optimizer", dest="optimizers", type=lambda name: names_of(OPTIMIZERS)(name)[:1], default=[OPTIMIZER]
+        "--optimizer", dest="optimizers", type=_one_of(OPTIMIZERS), default=[OPTIMIZER], help="one name"
     )
     parser.add_argument("--lr", dest="rates", type=lambda rate: [float(rate)], default=[RATE])
 
@@ -324,7 +368,7 @@ def _recover(parser: argparse.ArgumentParser) -> None:
         "--bases", type=lambda text: text.split(","), default=["demo:gdn"],
         help="models with commas: demo:NAME, or kinds that `run` trained in the same --work from the same seeds",
     )  # fmt: skip
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=["drrqr", "grad"], help="selectors")
+    parser.add_argument("--methods", type=_selectors, default=["drrqr", "grad"], help="selectors")
     parser.add_argument("--ratio", default="0.5", help="removed fraction of the key width")
     parser.add_argument(
         "--arms", type=names_of(TRAINED), default=["control", "plain", "feedback"],

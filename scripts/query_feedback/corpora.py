@@ -95,6 +95,8 @@ def recall_corpora(
                 for path, what in missing.items()
             }
             for path, (_, characters) in missing.items():
+                # What is cut short while it is written must not pass for what was there before.
+                path.with_suffix(".json").unlink(missing_ok=True)
                 path.write_text("".join(shard.result() for shard in shards[path]), encoding="utf-8")
                 path.with_suffix(".json").write_text(json.dumps([text, characters]))
                 study.say(f"{path}: {path.stat().st_size / 1e6:.0f} MB of recall documents")

@@ -11,10 +11,10 @@ TRAINING, PILOT, THROUGHPUT, RECOVERY = "training", "pilot", "throughput", "reco
 RUN = ("variant", "seed", "tokens", "text", "mixture", "batch", "optimizer", "lr")
 """What tells trainings apart."""
 _KEYS = {
-    TRAINING: RUN,
-    PILOT: RUN,
+    TRAINING: (*RUN, "limit"),
+    PILOT: (*RUN, "limit"),
     THROUGHPUT: ("variant", "length", "batch", "dtype", "machine"),
-    RECOVERY: ("base", "digest", "method", "ratio", "arm", "seed", "tokens", "text"),
+    RECOVERY: ("base", "digest", "method", "ratio", "arm", "seed", "tokens", "text", "limit", "batch", "length", "lr"),
 }
 
 
@@ -26,7 +26,7 @@ def kind_of(line: dict[str, Any]) -> str:
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
     """What tells a line from others; of two with the same key the later one counts."""
     kind = kind_of(line)
-    return (kind, *(line[name] for name in _KEYS[kind]))
+    return (kind, *(line.get(name) for name in _KEYS[kind]))
 
 
 def read_lines(path: Path, kind: str | None = None) -> list[dict[str, Any]]:

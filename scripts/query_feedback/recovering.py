@@ -115,12 +115,14 @@ class Recoveries(Commands):
             return None
 
     def _identity(self, cell: Cell, text: str) -> dict[str, Any]:
-        """What a line is known by: what is only measured depends on no budget and no text."""
+        """What a line is known by: what is only measured depends on nothing that trains."""
         trained = cell.arm in TRAINED
         return {
             "kind": RECOVERY, "base": cell.model.base, "digest": cell.model.digest, "method": cell.method,
             "ratio": self.options.ratio if cell.method else "0", "arm": cell.arm, "seed": cell.seed,
             "tokens": self.options.tokens if trained else 0, "text": text if trained else "",
+            "limit": self.options.limit, "batch": self.options.batch if trained else 0,
+            "length": self.options.seq_len if trained else 0, "lr": self.options.lr if trained else 0,
         }  # fmt: skip
 
     def _calibration(self, model: Model) -> Path:
@@ -180,7 +182,6 @@ class Recoveries(Commands):
                 "machine": machine(),
                 "commands": [f"lapcli {' '.join(arguments)}" for arguments in commands],
                 "seconds": seconds,
-                "limit": options.limit,
                 "recovery": record,
                 "rows": evaluation["rows"],
                 "versions": evaluation["versions"],

@@ -70,7 +70,8 @@ nothing after its sources. Not for any decision about people.
     python scripts/query_feedback_study.py run --work DIR --text text.jsonl.xz --output runs.jsonl --gpus 1 \\
         --variants {variant} --seeds {seed} --tokens {budget} --mixture {mixture} --batch-tokens {batch} \\
         --optimizer {optimizer} --lr {lr}
-    python scripts/query_feedback_study.py ship runs.jsonl --work DIR --output lapcli/demo/{name} --seed {seed}
+    python scripts/query_feedback_study.py ship runs.jsonl --work DIR --output lapcli/demo/{name} \\
+        --variant {variant} --seed {seed}
 """  # noqa: E501 -- rows of Markdown tables cannot be broken
 
 

@@ -158,9 +158,11 @@ def _recoveries(lines: list[Line]) -> list[str]:
     for line in trained:
         ratios = {line["ratio"]} if line["method"] else {each["ratio"] for each in trained if each["method"]} or {"0"}
         for ratio in ratios:
-            by_model.setdefault((line["tokens"], line["text"], line["limit"], line["base"], ratio), []).append(line)
+            steps = tuple(line.get(name) for name in ("batch", "length", "lr"))
+            alike = (line["tokens"], line["text"], steps, line["limit"], line["base"], ratio)
+            by_model.setdefault(alike, []).append(line)
     parts: list[str] = []
-    for (_tokens, _text, limit, base, ratio), some in by_model.items():
+    for (_tokens, _text, _steps, limit, base, ratio), some in by_model.items():
         digests = {line["digest"] for line in some}
         beside = [
             line for line in untrained

@@ -11,6 +11,8 @@ VARIANTS = {
     "qdelta-no-gate": "Q-Delta, lambda = 1 (no gate)",
 }
 """The recipes `train/small-NAME`, in order of priority, and what they are called in a table."""
+FEEDBACK = tuple(name for name in VARIANTS if name.startswith("qdelta"))
+"""Those that are Q-Deltas."""
 BASE = "gdn"
 """What differences are taken from."""
 LENGTHS = (512, 1024, 2048, 4096)

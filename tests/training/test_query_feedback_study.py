@@ -190,6 +190,69 @@ def test_what_is_there_is_not_run_again(started, tmp_path):
     assert study.write([known, started.output]).count("| | seeds | held-out") == 2
 
 
+def test_other_numbers_of_prompts_are_measured_and_stand_in_a_table_of_their_own(started):
+    assert started("--seeds", "0", "--variants", "gdn", "--limit", "2")[0] == 0
+    shutil.rmtree(started.output.parent / "work" / "gdn-0" / "training")
+    code, begun = started("--seeds", "0", "--variants", "gdn", "--limit", "3")
+    assert (code, begun[0][begun[0].index("--limit") + 1]) == (0, "3")
+    assert study.write([started.output]).count("prompts a length") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("write page.md", "name the JSON lines"),
+        ("run --text nowhere.jsonl --work w --output o", "nowhere.jsonl: No such file"),
+        ("prepare nowhere made.jsonl", "gutenberg_train.jsonl.xz cannot be opened"),
+    ],
+    ids=["no lines", "no text", "no raw texts"],
+)
+def test_what_is_missing_is_named_in_a_line(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=said):
+        study.main(arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "said"),
+    [
+        ("recover", ["--methods", "l2"], "'l2' is none of"),
+        ("run", ["--optimizer", "adamw,muon"], "one name is wanted"),
+        ("ship", ["lines", "--variant", "gdn"], "invalid choice: 'gdn'"),
+    ],
+    ids=["selector", "two optimisers", "no Q-Delta"],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(command, arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        study.main(
+            [command, *arguments, "--work", "w", "--output", "o", *(["--text", "t"] if command != "ship" else [])]
+        )
+    assert said in capsys.readouterr().err
+
+
+def test_recall_that_was_cut_short_while_it_was_written_is_made_again(started, tmp_path, monkeypatch):
+    ask = ("--seeds", "0", "--variants", "gdn")
+    recall = tmp_path / "work" / "recall-prompts-0.34.jsonl"
+    monkeypatch.setattr(corpora, "recall_shard", lambda *_: "whole\n")
+    assert started(*ask)[0] == 0
+    whole = recall.read_text()
+
+    def killed(self, text, **_):
+        with self.open("w") as file:
+            file.write("half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            started(*ask, "--tokens", "2000")
+    assert recall.read_text() == "half"
+    started.output.unlink()
+    shutil.rmtree(tmp_path / "work" / "gdn-0")
+    assert started(*ask)[0] == 0
+    assert recall.read_text() == whole
+
+
 def test_one_that_fails_or_is_cut_short_leaves_no_line(started, monkeypatch):
     pretend = study.Study.lapcli
 
@@ -475,6 +538,10 @@ def test_one_budget_for_all_arms_and_what_is_there_is_not_done_again(recoveries)
     code, begun = recoveries("--seeds", "0", "--tokens", "200000")
     assert code == 0
     assert [arguments[0] for arguments in begun].count("eval") == 3
+    # So does another rate.
+    code, begun = recoveries("--seeds", "0", "--lr", "0.001")
+    assert [arguments[0] for arguments in begun].count("eval") == 3
+    assert study.write([recoveries.output]).count("tokens of recovery") == 3
     # What rand draws it draws by the seed, so each seed has a slice of its own.
     _code, begun = recoveries("--seeds", "0,1", "--methods", "rand", "--arms", "plain")
     drawn = [arguments[arguments.index("--seed") + 1] for arguments in begun if arguments[0] == "select"]
