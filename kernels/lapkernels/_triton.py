@@ -87,6 +87,16 @@ def may_begin_early(device: torch.device) -> bool:
 
 
 @cache
+def shared_memory(device: torch.device) -> int | None:
+    """Bytes of shared memory that a program may have; `None` where there is no NVIDIA GPU to ask."""
+    if is_interpreted() or _compiling_only is not None or device.type != "cuda" or torch.version.hip is not None:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+@cache
 def is_hopper(index: int = 0) -> bool:
     """Whether CUDA device `index` is an NVIDIA Hopper (compute capability 9)."""
     return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability(index)[0] == 9

@@ -142,9 +142,31 @@ def check_repeated_keys(dtype: torch.dtype, device: str = "cpu") -> None:
     compare(inputs.to(dtype), device)
 
 
-def check_poisoned(dtype: torch.dtype, device: str = "cpu") -> None:
+def check_many_rows(
+    rows: int, dtype: torch.dtype, device: str = "cpu", *, value_heads: int = 2, width: int = 16
+) -> None:
+    """One row many times over: each has, to the bit, the results and the gradients that the row has alone."""
+    inputs = delta_rule_inputs(
+        batch=1, time=2, key_heads=1, value_heads=value_heads, key_width=width, value_width=width, state=True
+    ).to(dtype, device)
+
+    def results(copies: int) -> list[Tensor]:
+        given = {name: x.expand(copies, *x.shape[1:]).clone().requires_grad_() for name, x in inputs.tensors().items()}
+        output, state = run(DeltaRuleInputs(**given))
+        assert state is not None
+        # Gradients of one for every number, in views that take no memory.
+        ones = [torch.ones((), dtype=x.dtype, device=device).expand_as(x) for x in (output, state)]
+        found = torch.autograd.grad([output, state], list(given.values()), ones)
+        return [output.detach(), state.detach(), *found]
+
+    for alone, found in zip(results(1), results(rows), strict=True):
+        for row in (0, rows // 2, rows - 1):
+            assert torch.equal(found[row], alone[0])
+
+
+def check_poisoned(dtype: torch.dtype, device: str = "cpu", key_width: int = 20) -> None:
     """Whatever lies beside the arguments, and in fresh memory, reaches no result (case 1)."""
-    inputs = delta_rule_inputs(batch=1, time=35, key_heads=1, key_width=20, value_width=24).to(dtype, device)
+    inputs = delta_rule_inputs(batch=1, time=35, key_heads=1, key_width=key_width, value_width=24).to(dtype, device)
     expected = output_state_and_gradients(run, inputs)
     beside = {}
     for name, x in inputs.tensors().items():

@@ -210,7 +210,7 @@ KERNELS: tuple[Kernel, ...] = (
         "prefill",
         _UP_TO_256,
         _ours("delta_rule/triton_backend.py"),
-        "only where it is asked for (--kernel triton)",
+        "on a GPU in half precision, with gradients; K above 128 where a GPU has more than 100 KB of shared memory",
     ),
     Kernel(
         "lapcli, fused step",
@@ -226,7 +226,7 @@ KERNELS: tuple[Kernel, ...] = (
         "prefill",
         _UP_TO_256,
         Source(_FLA_06[0], "ops/comba/chunk.py:66, ops/common/chunk_delta_h.py:716,772", _FLA_06[1]),
-        "given e^g (k + lambda q), as its error is from before the decay; what lapcli runs on a GPU in half precision",
+        "given e^g (k + lambda q), as its error is from before the decay; what lapcli runs on GPUs other than Hopper",
     ),
     Kernel(
         "Q-Delta's release, chunked",

@@ -107,6 +107,25 @@ def test_what_auto_takes(hopper, device, dtype, change, name, reason):
     assert reason in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("there", "widest"), [(99 * 1024, 128), (163 * 1024, 256), (227 * 1024, 256), (None, 256), (64 * 1024, 0)]
+)
+def test_keys_that_shared_memory_has_no_room_for(hopper, monkeypatch, there, widest):
+    """Case 15: a clear error before any launch, and `auto` takes what runs."""
+    monkeypatch.setattr(triton_backend, "shared_memory", lambda device: there)
+    for key_width in (16, 128, 129, 192, 256):
+        why = why_not("triton", "cuda", torch.bfloat16, key_width=key_width, gated=True)
+        choice = select_impl("cuda", torch.bfloat16, **(CALL | {"key_width": key_width}))
+        if key_width <= widest:
+            assert why is None
+            assert choice.name == "triton"
+        else:
+            assert "KiB of shared memory" in (why or "")
+            assert f"this GPU has {there // 1024}" in (why or "")
+            assert choice.name == "fla"
+            assert "shared memory" in choice.reason
+
+
 def test_a_forced_kernel_that_cannot_run_is_an_error():
     with pytest.raises(KernelUnavailable, match="impl='fla'"):
         delta_rule(**delta_rule_inputs(time=5).to(torch.float32).tensors(), impl="fla")

@@ -23,7 +23,9 @@ PARTS = {
         "t.check_tiles(t.Tiles(16, 4, 1), {dtype}); t.check_tiles(t.Tiles(16, 4, 1), torch.float16); "
         "t.check_tiles(t.Tiles(16, 4, 1, q_late=True), {dtype})"
     ),
-    "neighbours": "t.check_poisoned(torch.float32)",
+    # Case 1's widths: two blocks of K and a masked one.
+    "neighbours": "for width in (20, 60, 96, 100): t.check_poisoned(torch.float32, key_width=width)",
+    "rows": "t.check_many_rows(3, {dtype})",
 }
 
 QUICKLY = "from lapkernels.testing_interpreter import quicken\nquicken()\n"

@@ -11,6 +11,7 @@ if torch.cuda.is_available():
     from lapkernels.testing_chunks import (
         CASES,
         check,
+        check_many_rows,
         check_norm,
         check_packed,
         check_poisoned,
@@ -42,9 +43,12 @@ def test_widths(key_width, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("value_width", [64, 256, 512], ids="V{}".format)
-def test_value_widths(value_width, dtype):
-    inputs = delta_rule_inputs(batch=1, time=130, key_heads=1, key_width=64, value_width=value_width, gate=0.1)
+@pytest.mark.parametrize(
+    ("key_width", "value_width"), [(64, 64), (64, 256), (64, 512), (128, 64), (256, 512)], ids=lambda width: str(width)
+)
+def test_value_widths(key_width, value_width, dtype):
+    """Cases 2 and 15: narrower and wider values than keys."""
+    inputs = delta_rule_inputs(batch=1, time=130, key_heads=1, key_width=key_width, value_width=value_width, gate=0.1)
     compare(inputs.to(dtype), "cuda")
 
 
@@ -70,8 +74,21 @@ def test_properties(property_, dtype):
     property_(dtype, "cuda")
 
 
-def test_neighbours_do_not_reach_the_result():
-    check_poisoned(torch.bfloat16, "cuda")
+@pytest.mark.parametrize("key_width", [20, 60, 96, 100], ids="K{}".format)
+def test_neighbours_do_not_reach_the_result(key_width):
+    check_poisoned(torch.bfloat16, "cuda", key_width)
+
+
+def test_more_rows_times_heads_than_a_grid_axis_counts():
+    """Case 16: 66000 states."""
+    check_many_rows(33000, torch.bfloat16, "cuda")
+
+
+def test_states_of_more_than_2_to_the_31_numbers():
+    """Case 16: 8224 x 16 states of 128 x 128, forward and backward."""
+    if torch.cuda.mem_get_info()[0] < 64 * 2**30:
+        pytest.skip("needs 64 GiB of GPU memory")
+    check_many_rows(8224, torch.bfloat16, "cuda", value_heads=16, width=128)
 
 
 def test_captured_in_a_cuda_graph():

@@ -168,6 +168,19 @@ def test_offsets_beyond_31_bits(shape):
     assert torch.equal(d_x[-1:, -100:], torch.autograd.grad(wanted, end, d[-1:, -100:])[0])
 
 
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_more_rows_than_a_grid_axis_counts():
+    """Case 16: the last of 70001 rows has what it has alone, forward and backward."""
+    x, state = torch.randn(70001, 2, 8, device="cuda"), torch.randn(70001, 3, 8, device="cuda")
+    weight, d = torch.randn(8, 4, device="cuda"), torch.randn(70001, 2, 8, device="cuda")
+    found = results(lambda **given: short_conv(**given, impl="triton"), {"x": x, "weight": weight, "state": state}, d)
+    end = {"x": x[-1:], "weight": weight, "state": state[-1:]}
+    alone = results(lambda **given: short_conv(**given, impl="triton"), end, d[-1:])
+    for name in found.keys() - {"dweight"}:
+        assert torch.equal(found[name][-1:], alone[name]), name
+
+
 @pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=[pytest.mark.gpu, NEEDS_GPU])])
 def test_a_weight_that_is_frozen_gets_no_gradient(impl):
     device = "cuda" if impl == "triton" else "cpu"

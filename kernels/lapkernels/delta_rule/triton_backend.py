@@ -4,10 +4,13 @@ import torch
 from torch import Tensor
 
 from lapkernels import verdicts
-from lapkernels._triton import is_interpreted, kernels_can_run
+from lapkernels._triton import is_interpreted, kernels_can_run, shared_memory
 
 WIDEST_KEY = 256
 """A program of the walk holds all of K; wider ones would not fit its registers."""
+_SHARED = {128: 96 * 1024, 192: 113 * 1024, WIDEST_KEY: 153 * 1024}
+"""Bytes of shared memory that the hungriest kernel takes, backward and with an erase direction, for K up to a bound:
+compiled by triton 3.7.1 for capabilities 8.0 and 8.9. GPUs of 100 KB (8.6, 8.9, 12.0) have room for K = 128."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -26,6 +29,12 @@ def why_unavailable(device: torch.device, dtype: torch.dtype, key_width: int) ->
         return "compiled, the Triton kernels are for half precision; fp32 has the chunked form in PyTorch"
     if key_width > WIDEST_KEY:
         return f"the Triton kernels take keys up to {WIDEST_KEY} wide, not {key_width}"
+    needed, there = next(size for widest, size in _SHARED.items() if key_width <= widest), shared_memory(device)
+    if there is not None and there < needed:
+        return (
+            f"the Triton kernels need {needed // 1024} KiB of shared memory for keys {key_width} wide; this GPU has "
+            f"{there // 1024}"
+        )
     return None
 
 

@@ -42,8 +42,10 @@ def _conv_back(
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the inputs of some steps, and what these steps add to the weight's, `[blocks, C, W]`."""
-    row = tl.program_id(2).to(tl.int64)
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    # As in `triton_conv`.
+    blocks = (time + BT - 1) // BT
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    t = (tl.program_id(0) % blocks) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     held = c < channels
     x_ptr += row * x_row
@@ -53,7 +55,7 @@ def _conv_back(
     d = _sum_gradient(x_ptr, state_ptr, weight_ptr, d_ptr, t, number, first, c, there, channels, x_step, state_row,
                       state_step, weight_channel, weight_tap, d_step, W, STATE, SILU)  # fmt: skip
     if WEIGHT:
-        block = row * tl.num_programs(0) + tl.program_id(0)
+        block = tl.program_id(0).to(tl.int64)
         for age in tl.static_range(W):
             x = input_of(x_ptr, state_ptr, t - age, number, first, c, there, x_step, state_row, state_step, W,
                          STATE and age > 0)  # fmt: skip
@@ -140,7 +142,7 @@ class _ShortConv(torch.autograd.Function):
         with torch.cuda.device(x.device.index if x.is_cuda else -1):
             if of_weight:
                 sums = torch.empty(rows * blocks, channels, taps, dtype=torch.float32, device=x.device)
-            launch: Any = _conv_back[(blocks, parts, rows)]
+            launch: Any = _conv_back[(rows * blocks, parts)]
             launch(
                 *given, d_x, d_x if sums is None else sums, time, channels, *packed(cu_seqlens), *strides, **constants,
                 STATE=state is not None, WEIGHT=of_weight, BT=steps, num_warps=8,

@@ -69,9 +69,11 @@ def _short_conv_kernel(
     state_step, weight_channel, weight_tap,
     W: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    c = part * BC + tl.arange(0, BC)
+    # Rows and blocks share the first axis of the grid: the others end at 65535.
+    blocks = (time + BT - 1) // BT
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    t = (tl.program_id(0) % blocks) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
     there = (t < time)[:, None] & (c < channels)[None, :]
     number, first, _ = sequence_of(t, row, time, bounds_ptr, sequences, depth, PACKED)
     y = filtered(x_ptr + row * x_row, state_ptr, weight_ptr, t, number, first, c, there, channels, x_step, state_row,
@@ -88,7 +90,7 @@ def short_conv_triton(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlen
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(_CHANNELS, power_of_two(channels))
     steps = min(_STEPS, power_of_two(time))
-    launch: Any = _short_conv_kernel[(-(-time // steps), -(-channels // block), rows)]
+    launch: Any = _short_conv_kernel[(rows * -(-time // steps), -(-channels // block))]
     with torch.cuda.device(x.device.index if x.is_cuda else -1):
         launch(
             x, weight, x if state is None else state, x if cu_seqlens is None else cu_seqlens, out, time, channels,
