@@ -105,7 +105,7 @@ Data = Annotated[
     str | None,
     typer.Option(
         help="Text: builtin, recall, a text/JSONL/parquet file or folder, a hub set (fineweb, wikitext, pg19, pile), "
-        "or a mixture a:0.9,b:0.1. Default: builtin for demo models, fineweb otherwise.",
+        "or a mixture a:0.9,b:0.1. Default: builtin for demo models and what was made of them, fineweb otherwise.",
         rich_help_panel=_METHOD,
     ),
 ]

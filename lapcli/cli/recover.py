@@ -263,7 +263,7 @@ def _request(
         else:
             guide = student if chosen.get("control") else teacher_of(student)
     # A recipe means the same to `lapcli run`: what it does not say is what the settings say, not the model.
-    defaults = {} if base is not None else default_recovery(student.is_demo or _comes_from_a_demo(student))
+    defaults = {} if base is not None else default_recovery(context.made_of_a_demo(student))
     if chosen.get("steps") is not None and given["samples"] is None:
         for ours in (defaults, chosen):
             ours.pop("samples", None)
@@ -274,16 +274,6 @@ def _request(
     if given["lr"] is not None and "lr_min" not in chosen:
         chosen["lr_min"] = chosen["lr"] / 10
     return context.from_command_line(RecoverySettings, defaults | chosen, _NAMES), student, guide
-
-
-def _comes_from_a_demo(student: "ModelSource") -> bool:
-    from lapcli.errors import LapcliError
-    from lapcli.stages.recovery import teacher_of
-
-    try:
-        return teacher_of(student).is_demo
-    except LapcliError:
-        return False
 
 
 def _check_machine(

@@ -239,3 +239,11 @@ def test_a_recovery_that_is_refused_leaves_conversions_alone(lapcli, base, text,
 
 def _killed(*_arguments, **_options):
     raise RuntimeError
+
+
+def test_what_was_made_of_a_demo_is_pruned_on_small_text(lapcli, tmp_path):
+    assert lapcli("convert", "demo:gdn", "--to", "qdelta", "--output", tmp_path / "q")[0] == 0
+    code, out, _ = lapcli("prune", tmp_path / "q", "--ratio", "0.5", "--run", tmp_path / "run", "--dry-run", "--json")
+    assert code == 0
+    assert "builtin" in out
+    assert "fineweb" not in out
