@@ -81,7 +81,7 @@ def _show(plan: "Plan") -> None:
     columns = ["layers", "", "key heads", "value heads", "K -> K'", "V", "state", "convolution"]
     rows = [
         [
-            _ranges(row.layers),
+            ranges(row.layers),
             f"{len(row.layers)} x",
             str(row.key_heads),
             str(row.value_heads),
@@ -125,8 +125,13 @@ def _width_facts(plan: "Plan") -> dict[str, Any]:
         )
     found["weights"] = f"{_change(plan.weight_bytes)} ({plan.cut_tensors} tensors cut)"
     if plan.mtp is not None:
-        found["MTP head"] = plan.mtp + (" (it keeps a state of its own)" if plan.mtp == "dropped" else "")
+        found["MTP head"] = mtp_in_words(plan.mtp)
     return found
+
+
+def mtp_in_words(mtp: str) -> str:
+    """What becomes of a head that predicts further tokens, for a person."""
+    return mtp + (" (it keeps a state of its own)" if mtp == "dropped" else "")
 
 
 def _serving_facts(plan: "Plan") -> dict[str, Any]:
@@ -176,7 +181,7 @@ def _show_kernels(plan: "Plan") -> None:
         display.closing(f"  [{number}] {note}")
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Layer numbers, consecutive ones as a range: 0-2, 4-6."""
     parts: list[list[int]] = []
     for number in numbers:

@@ -118,11 +118,14 @@ def run(
 
 def pruning_in_words(source: "ModelSource", plan: "PrunePlan", data: str) -> dict[str, str]:
     """What pruning would do, for a person; `data` is the calibration's."""
+    from lapcli.cli.plan import mtp_in_words
+
     return {
         "model": f"{source.name} ({source.digest[:12]})",
         "stateful layers": str(len(plan.layers)),
         "key width": str(plan.width),
         "state of a sequence, fp32": _change(plan.state_bytes_before, plan.state_bytes_after),
+        **({} if plan.mtp is None else {"MTP head": mtp_in_words(plan.mtp)}),
         "calibration": _calibration_cost(plan.calibration_ready, plan.tokens, data, plan.needs_saliency),
     }
 

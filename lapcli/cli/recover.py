@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lapcli.reporting import Reporter
     from lapcli.stages.query_feedback import FeedbackPlan
     from lapcli.stages.recovery import RecoveryPlan
+    from lapcli.training.adapters import AdapterPlan
 
 _METHOD = "What the numbers depend on"
 _MACHINE = "This machine"
@@ -68,7 +69,7 @@ def run(
     ] = None,
     lora_target: Annotated[
         list[str] | None,
-        _option("A module that gets LoRA, by (the end of) its name; may be given often. Default: those of q, k, v."),
+        _option("Modules that get LoRA, by (the end of) their names: a,b, or given often. Default: those of q, k, v."),
     ] = None,
     full: Annotated[bool, _option("Train the mixers whole, without LoRA.", "--full")] = False,
     add_query_feedback: Annotated[
@@ -123,7 +124,7 @@ def run(
     given = {
         "data": data, "samples": samples, "steps": steps, "batch": batch_size, "seq_len": seq_len, "lr": lr,
         "lr_min": lr_min, "warmup": warmup, "weight_decay": weight_decay, "kl_weight": kl_weight,
-        "temperature": temperature, "rank": lora_rank, "alpha": lora_alpha, "targets": lora_target or None,
+        "temperature": temperature, "rank": lora_rank, "alpha": lora_alpha, "targets": _names(lora_target),
         "full": full or None, "control": control or None, "validation": validation, "seed": seed,
         "add_query_feedback": add_query_feedback or None, "lambda_init": lambda_init,
     }  # fmt: skip
@@ -170,6 +171,8 @@ def run(
         return
     if plan.finished is None and in_several(gpus):
         return
+    if plan.finished is None and ours.leader:
+        reporter.notice(f"LoRA: {_lora_in_words(plan.adapters)}")
 
     from lapcli.stages.recovery import micro_batch as default_micro_batch
     from lapcli.stages.recovery import note_recovery
@@ -213,6 +216,11 @@ def run(
         f"next: lapcli eval {tasks}{options.run_flag(run_path)}",
         quiet=quiet,
     )
+
+
+def _names(given: list[str] | None) -> list[str] | None:
+    """Modules' names, which hold no comma, of an option that may be given often."""
+    return [name.strip() for each in given or () for name in each.split(",") if name.strip()] or None
 
 
 def _convert(feedback: "FeedbackPlan", restart: bool, reporter: "Reporter") -> None:
@@ -325,6 +333,7 @@ def _would_do(plan: "RecoveryPlan", feedback: "FeedbackPlan | None", as_json: bo
         "trains": f"{plan.student.name} ({plan.student.digest[:12]})",
         "teacher": "none" if plan.teacher is None else f"{plan.teacher.name} ({plan.teacher.digest[:12]})",
         "stateful layers": len(plan.adapters.layers),
+        "LoRA": _lora_in_words(plan.adapters),
         "trained": f"{plan.adapters.trained:,} of {plan.parameters:,} numbers ({share:.1%})",
         "text": f"{plan.settings.data}, {training.steps} steps of {training.batch} x {plan.settings.seq_len} = "
         f"{plan.settings.tokens:,} tokens",
@@ -333,6 +342,18 @@ def _would_do(plan: "RecoveryPlan", feedback: "FeedbackPlan | None", as_json: bo
         "writes": f"{plan.folder}/, {plan.output}/",
     }
     display.facts("would do (nothing was done)", facts)
+
+
+def _lora_in_words(adapters: "AdapterPlan") -> str:
+    """Which modules were matched in which layers; layers alike together."""
+    from lapcli.cli.plan import ranges
+
+    if not adapters.lora:
+        return "none: mixers are trained whole"
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for layer in adapters.layers:
+        alike.setdefault(tuple(name.removeprefix(f"{layer.mixer}.") for name in layer.lora), []).append(layer.index)
+    return "; ".join(f"{', '.join(names)} in layers {ranges(numbers)}" for names, numbers in alike.items())
 
 
 def _goes_on(plan: "RecoveryPlan") -> str:

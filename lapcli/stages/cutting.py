@@ -85,18 +85,25 @@ def cutting(
             for rows, channels in zip(member.rows(layer.heads, layer.key_width), gone[layer.index], strict=True):
                 places = (rows[channel] for channel in channels)
                 cut.gone.update((p for p in places if 0 <= p < cut.length) if member.partial else places)
-    further = family.mtp(source.config, source.tensors.keys())
-    # The width that a mixer of the head is built with is the model's, and no kept channels were chosen for it.
-    drop = further is not None and bool(further.stateful)
-    dropped: frozenset[str] = further.tensors if further is not None and drop else frozenset()
+    mtp, further = mtp_of(source)
+    dropped = further if mtp == "dropped" else frozenset[str]()
     return Cutting(
         cuts=cuts,
         dropped=dropped,
         cut_tensors=sum(bool(cut.gone) for cut in cuts.values()),
         bytes_before=sum(entry.nbytes for entry in entries),
         bytes_after=sum(_sliced_entry(e, cuts.get(e.name))[3] for e in entries if e.name not in dropped),
-        mtp=None if further is None else "dropped" if drop else "passes through",
+        mtp=mtp,
     )
+
+
+def mtp_of(source: ModelSource) -> tuple[Mtp | None, frozenset[str]]:
+    """What becomes of the head that predicts further tokens, and its tensors; `None` and none where there is none."""
+    further = family_for(source.config).mtp(source.config, source.tensors.keys())
+    if further is None:
+        return None, frozenset()
+    # The width that a mixer of the head is built with is the model's, and no kept channels were chosen for it.
+    return "dropped" if further.stateful else "passes through", further.tensors
 
 
 def _entry(source: ModelSource, member: Member, layer: StatefulLayer) -> TensorEntry:

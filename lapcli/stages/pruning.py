@@ -15,6 +15,7 @@ from lapcli.recipe import CalibrationSettings, SelectionSettings
 from lapcli.reporting import Reporter, SilentReporter
 from lapcli.selectors.budget import KeptWidth
 from lapcli.stages.calibration import calibrate, check_calibration, has_saliency
+from lapcli.stages.cutting import Mtp, mtp_of
 from lapcli.stages.evaluation_file import forget_stale
 from lapcli.stages.lineage import calibration_lineage, cut_from, refuse_stale
 from lapcli.stages.rotating import refuse_unturnable
@@ -35,6 +36,7 @@ class PrunePlan:
         state_bytes_before: state of one sequence over all layers, fp32.
         state_bytes_after: likewise, pruned.
         pruned_before: what the model was cut from earlier, or `None`.
+        mtp: what becomes of the head that predicts further tokens; `None` where there is none.
     """
 
     layers: tuple[StatefulLayer, ...]
@@ -45,6 +47,7 @@ class PrunePlan:
     state_bytes_before: int
     state_bytes_after: int
     pruned_before: str | None
+    mtp: Mtp | None
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def plan_pruning(
         state_bytes_before=sum(layer.state_bytes() for layer in layers),
         state_bytes_after=sum(layer.state_bytes(budget.width.width) for layer in layers),
         pruned_before=_pruned_before(source),
+        mtp=mtp_of(source)[0],
     )
     if not overwrite:
         _refuse_stale_results(source, calibration, selection, plan, run)

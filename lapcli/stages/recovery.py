@@ -127,6 +127,7 @@ class RecoveryPlan:
             "teacher": None if self.teacher is None else self.teacher.name,
             "layers": len(self.adapters.layers),
             "trained_parameters": self.adapters.trained,
+            "lora": {str(layer.index): list(layer.lora) for layer in self.adapters.layers},
             "parameters": self.parameters,
             "steps": training.steps,
             "tokens": self.settings.tokens,

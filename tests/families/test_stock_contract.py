@@ -203,7 +203,15 @@ def test_cached_decode_equals_prefill_and_it_generates(sliced):
     assert made.shape == (2, 24)
 
 
+def states_of(out, layers):
+    """The recurrent states and convolution windows in a cache, by the name that the library gives it."""
+    cache = getattr(out, "past_key_values", None) or getattr(out, "cache", None) or out.cache_params
+    held = (cache.layers[layer.index] for layer in layers)
+    return [state for each in held for state in (each.recurrent_states[0], each.conv_states[0])]
+
+
 def test_left_pads_change_nothing(sliced):
+    """Case 7: logits as without them; other pads change no bit, of the states neither."""
     model = load_model(sliced)
     # Token by token: experts that run all their tokens at once round with how many there are, pads among them.
     model.set_experts_implementation("batched_mm")
@@ -211,14 +219,21 @@ def test_left_pads_change_nothing(sliced):
     row = IDS[:1, :40]
     mask = torch.cat((torch.zeros(1, 5, dtype=torch.long), torch.ones(1, 40, dtype=torch.long)), 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    found = logits(model, torch.cat((pads, row), 1), attention_mask=mask, position_ids=positions)[:, 5:]
+    both = []
+    for fill in (pads, pads + 9):
+        with torch.no_grad():
+            out = model(
+                input_ids=torch.cat((fill, row), 1), attention_mask=mask, position_ids=positions, use_cache=True
+            )
+        both.append((out.logits[:, 5:], states_of(out, layers_of(sliced))))
+    (found, states), (other, other_states) = both
     if any(member.role == "key projection bias" for layer in layers_of(sliced) for member in layer.members):
         # In the library a bias puts something at the pads, which the convolution takes to the first tokens.
         assert relative_error(found, logits(model, row)) > FP32
     else:
         assert relative_error(found, logits(model, row)) < FP32
-    other = logits(model, torch.cat((pads + 9, row), 1), attention_mask=mask, position_ids=positions)[:, 5:]
     assert torch.equal(found, other)
+    assert all(torch.equal(one, two) for one, two in zip(states, other_states, strict=True))
 
 
 def test_everything_else_stays(base, sliced):
