@@ -292,7 +292,7 @@ def skeleton(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
         register_fla(source.config)
     own = own_class(source.config.get("model_type")) or packaged_class(source, trust_remote_code)
     trusted = trust_remote_code and runs_its_code(source)
-    with torch.device("meta"):
+    with torch.device("meta"), _quietly():
         if own is not None:
             return own(own.config_class.from_pretrained(source.path))
         from transformers import AutoConfig

@@ -36,7 +36,6 @@ def test_plans_say_what_becomes_of_a_head(lapcli, tmp_path, fate):
         assert json.loads(out)["mtp"] == fate
 
 
-@pytest.mark.filterwarnings("ignore:Triton is not supported on current platform")
 def test_lora_targets_that_miss_a_hybrids_recurrent_layers(lapcli, tmp_path):
     """Case 11: the names that peft takes for other models match the softmax layer alone."""
     model = tiny_stock_model("qwen3_5", tmp_path / "m")

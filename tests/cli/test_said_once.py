@@ -55,7 +55,7 @@ def test_one_visible_line_says_which_path_runs(lapcli, text, tmp_path, command, 
     [("mixer.q_proj", "passes through"), ("mixer.in_proj", "dropped (it keeps a state of its own)")],
 )
 def test_plan_and_prune_say_what_became_of_the_head(lapcli, text, tmp_path, head, told):
-    """: a hybrid whose layers are a pattern of letters, with an MTP head (ModelOpt 2061)."""
+    """Case 25: a hybrid whose layers are a pattern of letters, with an MTP head (ModelOpt 2061)."""
     import json
 
     folder = tiny_stock_model("nemotron_h", tmp_path / "m")

@@ -93,7 +93,7 @@ FLA = {
 
 
 def test_stock_fla_computes_the_same_from_a_slice_in_a_fresh_process(tmp_path):
-    """: by Triton's interpreter; a read scale or expand_v that went wrong shows in the logits."""
+    """Case 12, by Triton's interpreter; a read scale or expand_v that went wrong shows in the logits."""
     slices = {}
     for name, (builder, config) in FLA.items():
         base = resolve_model(str(builder(tmp_path / name / "base", **config)))

@@ -13,7 +13,7 @@ from lapcli.testing.models import tiny_gated_deltanet
 
 @pytest.mark.parametrize("score_from", ["both", "key", "query"])
 def test_a_models_dead_and_copied_channels_are_never_kept(settings, tmp_path, score_from):
-    """from weights to artifact: channel 0 of every head is always zero, 1 is exactly a copy of 30."""
+    """Case 26, from weights to artifact: channel 0 of every head is always zero, 1 is exactly a copy of 30."""
     folder = tiny_gated_deltanet(tmp_path / "base")
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():

@@ -27,7 +27,7 @@ def of_the_demo(demo, tmp_path_factory):
 
 
 def test_every_selector_chooses_for_itself_on_the_demo_model(demo, of_the_demo, tmp_path):
-    """in every layer and head, other channels than the first K', and than any other selector's."""
+    """Case 28: in every layer and head, other channels than the first K', and than any other selector's."""
     kept = {}
     for method in CHANNEL_SELECTORS:
         artifact, _worked = select(of_the_demo, SelectionSettings(method=method, ratio="0.5"), tmp_path / method)
