@@ -54,7 +54,6 @@ without.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -86,6 +85,7 @@ from studies.commands import Commands
 from studies.corpus import prepare as prepare_corpus
 from studies.lines import add_line, machine
 
+from lapcli.artifacts import digest_file
 from lapcli.errors import LapcliError
 
 __all__ = ["BEGIN", "END", "NEEDLES", "VARIANTS", "add_line", "prepare", "put", "read_lines", "recall_shard", "write"]
@@ -206,8 +206,7 @@ def digest_of(path: Path) -> str:
         SystemExit: it is not there.
     """
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return digest_file(path)
     except OSError as error:
         raise SystemExit(f"{path}: {error.strerror}; `prepare` writes one") from error
 

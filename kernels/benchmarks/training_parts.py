@@ -33,14 +33,14 @@ class Part(NamedTuple):
         operands: names and shapes, gradients of all of which are wanted; `weight` is in fp32.
         output: shape of the result.
         ours: what computes it here; takes the operands by name, and `impl`.
-        theirs: fla's, or `None` where fla has none.
+        theirs: fla's.
     """
 
     name: str
     operands: dict[str, tuple[int, ...]]
     output: tuple[int, ...]
     ours: Run
-    theirs: Run | None
+    theirs: Run
 
     def moved(self, backward: bool) -> int:
         """Bytes that must move: operands and result; with gradients those of all, and operands a second time."""
@@ -114,11 +114,6 @@ def _fla(module: str, name: str) -> Any:
     raise ImportError(f"fla has no {name}")
 
 
-def formula(part: Part, operands: dict[str, Tensor]) -> Tensor:
-    """The operator by the reference, which computes fp64 in fp64."""
-    return part.ours(**operands, impl="reference")
-
-
 def main() -> None:
     """Read the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,7 +157,6 @@ def _row(part: Part, way: str, backward: bool, device: torch.device, rate: float
     }
     upstream = draw(part.output, torch.bfloat16)
     if way == "fla":
-        assert part.theirs is not None
         run: Run = part.theirs
     else:
         impl = {"lapkernels": "auto", "pytorch": "reference"}[way]
@@ -188,7 +182,7 @@ def _row(part: Part, way: str, backward: bool, device: torch.device, rate: float
 def _distance(part: Part, operands: dict[str, Tensor], upstream: Tensor, found: list[Tensor], backward: bool) -> float:
     """The largest relative distance of a result or gradient from the formulas in fp64."""
     exact = {name: value.detach().double().requires_grad_() for name, value in operands.items()}
-    output = formula(part, exact)
+    output = part.ours(**exact, impl="reference")
     truth = [output]
     if backward:
         truth += torch.autograd.grad(output, list(exact.values()), upstream.double())

@@ -237,8 +237,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
         for number, block in enumerate(self.layers, 1):
             if output_hidden_states:
                 seen.append(hidden_states.view(rows, time, -1))
-            more = {} if early is None or number < len(self.layers) else {"kept": early}
-            hidden_states = block(hidden_states, **layout, **more)
+            hidden_states = block(hidden_states, kept=early if number == len(self.layers) else None, **layout)
         hidden_states = self.norm(hidden_states)
         if early is None:
             hidden_states = hidden_states.view(rows, time, -1)
@@ -320,8 +319,10 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
             Loss, logits `[B, T, vocabulary]` in the model's dtype, cache and hidden states.
         """
         kept: slice | Tensor | None = None
-        if labels is None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if labels is None and not isinstance(logits_to_keep, int):
+            kept = logits_to_keep
+        elif labels is None and logits_to_keep:
+            kept = slice(-logits_to_keep, None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

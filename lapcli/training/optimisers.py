@@ -1,7 +1,7 @@
 """AdamW, and Muon for the hidden matrices of a model that is trained whole with AdamW for all else."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -44,13 +44,8 @@ class MuonAdamW(torch.optim.AdamW):
     Steps of matrices are scaled to the size that AdamW's have, so that learning rate and weight decay mean the same.
     Source: Jordan et al. 2024, "Muon"; the scale: Liu et al. 2025, arXiv 2502.16982, section 2.2.
 
-    Args:
-        groups: of parameters, each with `orthogonal`: whether they are matrices for Muon.
-        options: of AdamW, for all groups.
+    Arguments are AdamW's; each group of parameters also says `orthogonal`: whether they are matrices for Muon.
     """
-
-    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any):
-        super().__init__(groups, **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from demo_gdn.vocabulary import BOUNDARY, load_tokenizer_json, train_tokenizer
+from lapcli.artifacts import digest_file
 from lapcli.data.overlap import HeldOutIndex
 
 FILES = {
@@ -152,7 +153,10 @@ def build_corpus(
         },
         characters={name: sum(map(len, texts[name])) for name in texts},
         report={
-            "sha256": {name: _sha256(data / file) for name, file in FILES.items()} | {"builtin": _sha256(builtin_file)},
+            "sha256": {
+                **{name: digest_file(data / file) for name, file in FILES.items()},
+                "builtin": digest_file(builtin_file),
+            },
             "builtin_python": builtin.python,
             "paragraphs_dropped_for_heldout_builtin": dropped,
             "tokens": {name: len(stream) for name, stream in streams.items()},
@@ -254,8 +258,3 @@ def _tokenise(pool: Pool, tokenizer_json: str, texts: list[str]) -> np.ndarray:
     boundary = np.asarray([load_tokenizer_json(tokenizer_json).token_to_id(BOUNDARY)], dtype=np.uint16)
     shards = pool.imap(_tokenise_shard, ((tokenizer_json, shard) for shard in _shards(texts)))
     return np.concatenate([boundary, *shards])
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
