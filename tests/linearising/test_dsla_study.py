@@ -162,7 +162,11 @@ def faked(tmp_path, monkeypatch):
                  "mixture": [0.5, 0.5], "tokens": 10, "seconds": 1.0, "kv_bytes_a_token": 10, "state_bytes": 20}
                 for each in range(3)
             ]  # fmt: skip
-            document = {"prefixes": prefixes[:number], "teacher": {"perplexity": 8.0}, "rank_correlations": {}}
+            document = {
+                "prefixes": prefixes[: min(number, faked_limit[1])],
+                "teacher": {"perplexity": 8.0},
+                "rank_correlations": {},
+            }
             # Whole at once, as by the command: it is read while it is written.
             with atomic_file(place / "conversion.json") as temporary:
                 temporary.write_text(json.dumps(document))
@@ -172,7 +176,8 @@ def faked(tmp_path, monkeypatch):
             (place / "evaluation.json").write_text(json.dumps({"rows": scores(10.0)}))
         return 1.0
 
-    faked_limit = [10**6]
+    # Of commands that are answered, and of layers that a conversion leaves.
+    faked_limit = [10**6, 3]
     monkeypatch.setattr(study.Study, "lapcli", lapcli)
     job = ["run", "--model", str(folder), "--work", str(tmp_path / "work"), "--arms", "dual,one", "--fractions"]
     job += ["1,0.34", "--limit", "3", "--output", str(tmp_path / "lines.jsonl")]
@@ -215,15 +220,13 @@ def test_one_conversion_serves_all_fractions_and_what_is_there_is_not_done_again
 
 def test_what_is_converted_is_measured_while_the_rest_is_and_after_conversions_ended(faked, tmp_path, monkeypatch):
     """The conversion waits until its first prefix was measured, and is then ended for the sake of the measuring."""
-    asked, _, job = faked
+    asked, limit, job = faked
+    limit[1] = 1
     answer, one_is_measured = study.Study.lapcli, threading.Event()
 
     def lapcli(self, gpu, *arguments, group=""):
         seconds = answer(self, gpu, *arguments, group=group)
         if group == "convert":
-            summary = Path(arguments[arguments.index("--output") + 1]) / "conversion.json"
-            whole = json.loads(summary.read_text())
-            summary.write_text(json.dumps({**whole, "prefixes": whole["prefixes"][:1]}))
             assert one_is_measured.wait(30)
             self.end("convert")
             return None
