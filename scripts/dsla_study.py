@@ -5,8 +5,9 @@ fractions: the tables of docs/dsla.md, from the commands a user would type.
 python scripts/dsla_study.py teacher FILE.gguf DIR
 python scripts/dsla_study.py prepare TEXTS text.jsonl.xz
 python scripts/dsla_study.py run --model DIR --work DIR --text text.jsonl --output lines.jsonl --gpus 2 --workers 8
-python scripts/dsla_study.py look WORK/dual-0 distance.jsonl
-python scripts/dsla_study.py pack WORK/dual-0/models/8-of-30 FILE
+python scripts/dsla_study.py look WORK/loss-0 distance.jsonl
+python scripts/dsla_study.py draw distance.jsonl docs/img/dsla-distance.svg
+python scripts/dsla_study.py pack WORK/loss-0/models/8-of-30 FILE
 python scripts/dsla_study.py unpack TEACHER FILE DIR
 python scripts/dsla_study.py write lines.jsonl docs/dsla.md
 
@@ -20,27 +21,23 @@ takes.) A packed file is read from its beginning for each layer: unpack it first
 `run` starts `lapcli convert`, `--workers` at a time, and `lapcli eval`, `--measurers` at a time, spread over the GPUs.
 A piece of work is a way (`--arms`) with a seed: it is converted to the largest of `--fractions`, and each of them is
 written out and measured as soon as its layers are there, so that an interrupted one leaves what it has. Ways: two
-states; one state; one of equal memory; a window with sinks of equal memory; layers as they lie; in order of the loss;
-and more (`--arms` with a wrong name lists them). The teacher is measured beside them. Each measured fraction is one
-line that is added to `--output`; what is there, or in files named by `--known`, is not measured again, so that lines
-made on different days add up. `--seconds` sets an end: what is under way saves, and the same command goes on from there
-while `DIR` is still there; otherwise a way begins anew at its first layer, and its training up to what is measured
-already is done again (but not the measuring). Conversions end `--last` seconds before that, so that what they made is
-measured.
+states in order of the loss and of entropy; one state; one of equal memory; a window with sinks of equal memory; layers
+as they lie; and more (`--arms` with a wrong name lists them). The teacher is measured beside them. Each measured
+fraction is one line that is added to `--output`; what is there, or in files named by `--known`, is not measured again,
+so that lines made on different days add up. `--seconds` sets an end: what is under way saves, and the same command goes
+on from there while `DIR` is still there; otherwise a way begins anew at its first layer, and its training up to what is
+measured already is done again (but not the measuring). Conversions end `--last` seconds before that, so that what they
+made is measured.
 
-`look` measures what the last token of a window takes from each distance, by the teacher's attention and by each state.
-`pack` writes what a conversion changed, the attention of the converted layers, as one file, from which `unpack` makes
-the model again beside its teacher. `write` puts the tables between the two marks in the page, or prints them where no
-page is named.
+`look` measures what the last token of a window takes from each distance, by the teacher's attention and by each state;
+`draw` makes a picture of that. `pack` writes what a conversion changed, the attention of the converted layers, as one
+file, from which `unpack` makes the model again beside its teacher. `write` puts the tables between the two marks in the
+page, or prints them where no page is named.
 
-What it costs is an estimate, for no conversion of SmolLM2 was timed on a GPU. A step of 8 sequences of 1024 tokens is
-some 6e12 operations (student, teacher, the way back to the layer, logits twice) and some 8,000 launches: 50 ms of an
-H200's time, and 70 to 100 of a process's, which Python and the launches take. So several processes share a GPU well
-under NVIDIA's MPS, each up to twice as fast alone. A layer is 128 steps: 6 s of a GPU, at least 10 s of its process.
-Two states at all fractions are 30 layers: 3 minutes of a GPU, 5 of the process, the longest chain that there is. Five
-more ways at 25 and 50 % are 75 layers, two more seeds of three ways 48 up to 25 % or 90 up to 50 %. That is 15 to 20
-minutes of a GPU: one call of ten minutes on two, if seeds stop at 25 %, with the chain of 30 layers beside few others.
-Measuring takes seconds of a GPU in bf16 (`--dtype bfloat16`); in fp32 states run in PyTorch, as fla multiplies in TF32.
+What it costs, seen on two H200s with 32 processor cores under NVIDIA's MPS (1 December 2026, torch 2.11, fla 0.6.0):
+beside three to five others on its GPU a conversion of SmolLM2 took 24 to 34 s a layer of 128 steps, and 184 s for its
+first one, while fla's kernels were compiled and tuned; it is bound by launches, not by the GPU. Measuring a fraction
+took 58 to 169 s in bf16 (`--dtype bfloat16`); in fp32 states run in PyTorch, as fla multiplies in TF32.
 """
 
 import argparse
@@ -56,6 +53,7 @@ from typing import Any, NamedTuple
 from dsla.arms import ARMS, CONVERSION, FRACTIONS, KEYS, NEEDLES, TASKS, TEACHER
 from dsla.looking import look
 from dsla.packing import pack, unpack
+from dsla.pictures import draw
 from dsla.tables import BEGIN, END, key_of, put, write
 from dsla.teacher import make_teacher
 from studies.arguments import names_of
@@ -288,8 +286,12 @@ def main(arguments: Iterable[str] | None = None) -> None:
     seen.add_argument("--samples", type=int, default=16, help="windows of text")
     seen.add_argument("--length", type=int, default=1024, help="tokens of each")
     seen.add_argument("--device", default="cpu", help="where the models run")
+    drawn = commands.add_parser("draw", help="draw what `look` measured (matplotlib is needed)")
+    drawn.add_argument("lines", type=Path, help="of `look`")
+    drawn.add_argument("picture", type=Path, help="an SVG file")
+    drawn.add_argument("--length", type=int, default=1024, help="tokens of the windows")
     packed = commands.add_parser("pack", help="write what a conversion changed as one file")
-    packed.add_argument("model", type=Path, help="WORK/dual-0/models/8-of-30, say")
+    packed.add_argument("model", type=Path, help="WORK/loss-0/models/8-of-30, say")
     packed.add_argument("output", type=Path, help="a safetensors file")
     unpacked = commands.add_parser("unpack", help="make the model of such a file again")
     unpacked.add_argument("teacher", type=Path, help="the directory of the model that was converted")
@@ -312,6 +314,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
         lines = look(options.conversion, options.text, samples=options.samples, length=options.length,
                      device=options.device)  # fmt: skip
         options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    elif options.command == "draw":
+        draw(options.lines, options.picture, length=options.length)
     elif options.command == "run":
         sys.exit(0 if Study(options).run() else 1)
     else:

@@ -65,8 +65,8 @@ def run(
     sensitivity: Annotated[
         str | None,
         _dsla(
-            "Which layers first: entropy of their attention, loss or task:NAME (each replaced alone), outlier, or "
-            "first (as they lie). Default: entropy."
+            "Which layers first: loss or task:NAME (each replaced alone), entropy of their attention, outlier, or "
+            "first (as they lie). Default: loss."
         ),
     ] = None,
     data: Annotated[

@@ -139,7 +139,7 @@ def _settings(source: Any, given: dict[str, Any], base: "ConversionRecipe | None
     )
 
     chosen = {name: value for name, value in given.items() if value is not None}
-    order = chosen.pop("order", "entropy" if base is None else base.order)
+    order = chosen.pop("order", "loss" if base is None else base.order)
     try:
         check_order(order)
     except ValueError as error:

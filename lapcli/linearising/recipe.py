@@ -23,7 +23,7 @@ class ConversionRecipe(Settings):
     model: str = Field(description="the teacher: a directory, a hub id, or demo:NAME")
     fraction: str = Field(default="0.25", description="of its layers, above 0 and at most 1, or 100%")
     layer: LayerSettings = Field(default_factory=LayerSettings)
-    order: str = Field(default="entropy", description="entropy, loss, outlier, task:NAME, or first")
+    order: str = Field(default="loss", description="loss, entropy, outlier, task:NAME, or first")
     sensitivity: SensitivitySettings
     distillation: DistillationSettings
     tasks: list[str] = Field(default_factory=list, description="on which each new prefix is measured")

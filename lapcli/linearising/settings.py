@@ -85,7 +85,7 @@ class LinearisingSettings(Settings):
     """A conversion: what layers become, in which order, and how they are trained."""
 
     layer: LayerSettings
-    order: str = Field(default="entropy", description="entropy, loss, outlier, task:NAME, or first")
+    order: str = Field(default="loss", description="loss, entropy, outlier, task:NAME, or first")
     sensitivity: SensitivitySettings
     distillation: DistillationSettings
 

@@ -1,22 +1,26 @@
 """What the study compares: ways to convert a model, fractions of its layers, tasks."""
 
+_ENTROPY, _LOSS = ("--sensitivity", "entropy"), ("--sensitivity", "loss")
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "dual": ("two states, in order of entropy", ()),
-    "one": ("one state", ("--states", "1")),
-    "wide": ("one state of equal memory (twice the key width)", ("--states", "1", "--width", "2")),
-    "window": ("window and sinks of equal memory", ("--window", "equal")),
+    "loss": ("two states, in order of loss", _LOSS),
+    "dual": ("two states, in order of entropy", _ENTROPY),
+    "loss-one": ("one state, in order of loss", ("--states", "1", *_LOSS)),
+    "loss-wide": ("one state of equal memory, in order of loss", ("--states", "1", "--width", "2", *_LOSS)),
+    "loss-window": ("window and sinks of equal memory, in order of loss", ("--window", "equal", *_LOSS)),
     "first": ("two states, layers as they lie", ("--sensitivity", "first")),
-    "loss": ("two states, in order of loss", ("--sensitivity", "loss")),
-    "no-penalty": ("two states, no penalty on like gates", ("--penalty", "0")),
-    "random": ("two states, gates from a random start", ("--start", "random")),
-    "independent": ("two states, layers trained by themselves", ("--independent",)),
-    "four": ("four states", ("--states", "4")),
-    "eight": ("eight states", ("--states", "8")),
+    "one": ("one state, in order of entropy", ("--states", "1", *_ENTROPY)),
+    "wide": ("one state of equal memory, in order of entropy", ("--states", "1", "--width", "2", *_ENTROPY)),
+    "window": ("window and sinks of equal memory, in order of entropy", ("--window", "equal", *_ENTROPY)),
+    "no-penalty": ("two states, in order of loss, no penalty on like gates", ("--penalty", "0", *_LOSS)),
+    "random": ("two states, in order of loss, gates from a random start", ("--start", "random", *_LOSS)),
+    "independent": ("two states, in order of loss, layers trained by themselves", ("--independent", *_LOSS)),
+    "four": ("four states, in order of loss", ("--states", "4", *_LOSS)),
+    "eight": ("eight states, in order of loss", ("--states", "8", *_LOSS)),
     "outlier": ("two states, in order of outliers", ("--sensitivity", "outlier")),
 }
 """What each is called, and the options of `lapcli convert` that make it; the most telling first."""
 TEACHER = "teacher"
-BASE = "dual"
+BASE = "loss"
 FRACTIONS = ("0.125", "0.25", "0.375", "0.5", "0.75", "1")
 TASKS = ("wikitext", "lambada", "zeroshot", "niah")
 NEEDLES = (1024, 2048, 4096)

@@ -107,7 +107,7 @@ def _paired(lines: Sequence[Line]) -> list[str]:
 def _bytes(lines: Sequence[Line]) -> list[str]:
     """Keys, values and states of a sequence by its length, in MiB."""
     rows = _head("MiB a sequence keeps", ["layers", *(f"{length // 1024}K tokens" for length in LENGTHS)])
-    for arm in (TEACHER, "dual", "wide", "window"):
+    for arm in (TEACHER, BASE, "dual", "wide", "window"):
         mine = {line["fraction"]: line for line in lines if line["arm"] == arm}
         for fraction in sorted(mine, key=float):
             kept, states = (mine[fraction]["conversion"][name] for name in ("kv_bytes_a_token", "state_bytes"))

@@ -64,14 +64,14 @@ def lines(tmp_path):
     path = tmp_path / "lines.jsonl"
     study.add_line(path, line(TEACHER, "0", 0, ppl=20.0, conversion={"kv_bytes_a_token": 2048, "state_bytes": 0}))
     for seed in range(3):
-        study.add_line(path, line("dual", "0.25", seed, ppl=30.0 + seed))
+        study.add_line(path, line("loss", "0.25", seed, ppl=30.0 + seed))
         study.add_line(path, line("one", "0.25", seed, ppl=32.0 + 2 * seed))
     return path
 
 
 def test_tables_hold_means_spreads_and_differences_by_seed(lines):
     table = study.write([lines])
-    first, second, third = cells(table, ARMS["dual"][0], "25 %")[0], *cells(table, ARMS["one"][0], "25 %")
+    first, second, third = cells(table, ARMS["loss"][0], "25 %")[0], *cells(table, ARMS["one"][0], "25 %")
     assert first == ["25 %", "3", "31 ± 1", "31 ± 1", "62 ± 2", "25 ± 0", "40 ± 0", "50 ± 0", "25 ± 0"]
     assert second[:4] == ["25 %", "3", "34 ± 2", "34 ± 2"]
     # Seed by seed 2, 3 and 4 more.
@@ -79,7 +79,7 @@ def test_tables_hold_means_spreads_and_differences_by_seed(lines):
     assert cells(table, "teacher", "0 %")[0][:4] == ["0 %", "1", "-", "20"]
     # Two KiB a token, against one and a MiB.
     assert cells(table, "teacher", "0 %")[1] == ["0 %", "2", "4", "8", "16", "32", "64"]
-    assert cells(table, ARMS["dual"][0], "25 %")[1] == ["25 %", "2", "3", "5", "9", "17", "33"]
+    assert cells(table, ARMS["loss"][0], "25 %")[1] == ["25 %", "2", "3", "5", "9", "17", "33"]
     assert cells(table, "7") == [["0.9000", "0.1000", "0.0100", "30.00", "0.600 0.400"]]
     assert cells(table, "entropy ~ loss") == [["0.500"]]
     assert "loss ~ outlier" not in table
@@ -87,10 +87,10 @@ def test_tables_hold_means_spreads_and_differences_by_seed(lines):
 
 
 def test_only_what_compares_shares_a_table_and_the_later_line_counts(lines):
-    study.add_line(lines, line("dual", "0.25", 0, ppl=40.0))
-    study.add_line(lines, line("dual", "0.25", 0, ppl=99.0, steps=32))
+    study.add_line(lines, line("loss", "0.25", 0, ppl=40.0))
+    study.add_line(lines, line("loss", "0.25", 0, ppl=99.0, steps=32))
     table = study.write([lines])
-    found = [row for row in cells(table, ARMS["dual"][0], "25 %") if len(row) == 9]
+    found = [row for row in cells(table, ARMS["loss"][0], "25 %") if len(row) == 9]
     assert [row[1:4] for row in found] == [["3", "34.33 ± 4.9", "34.33 ± 4.9"], ["1", "99", "99"]]
 
 
@@ -179,7 +179,7 @@ def faked(tmp_path, monkeypatch):
     # Of commands that are answered, and of layers that a conversion leaves.
     faked_limit = [10**6, 3]
     monkeypatch.setattr(study.Study, "lapcli", lapcli)
-    job = ["run", "--model", str(folder), "--work", str(tmp_path / "work"), "--arms", "dual,one", "--fractions"]
+    job = ["run", "--model", str(folder), "--work", str(tmp_path / "work"), "--arms", "loss,one", "--fractions"]
     job += ["1,0.34", "--limit", "3", "--output", str(tmp_path / "lines.jsonl")]
     return asked, faked_limit, job
 
@@ -196,7 +196,7 @@ def test_one_conversion_serves_all_fractions_and_what_is_there_is_not_done_again
     # The teacher, the conversion of the first way, its first fraction, and an end before its second is written.
     assert exit_code(job) == 1
     found = [json.loads(each) for each in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert [(each["arm"], each["fraction"]) for each in found] == [("teacher", "0"), ("dual", "0.34")]
+    assert [(each["arm"], each["fraction"]) for each in found] == [("teacher", "0"), ("loss", "0.34")]
     assert found[1]["conversion"]["perplexity"] == 9.0
     assert found[1]["conversion"]["layers"][0]["after"] == 0.5
     assert found[1]["seconds"]["convert"] == 1.0
@@ -230,14 +230,14 @@ def test_what_is_converted_is_measured_while_the_rest_is_and_after_conversions_e
             assert one_is_measured.wait(30)
             self.end("convert")
             return None
-        if arguments[0] == "eval" and "dual-0" in str(arguments):
+        if arguments[0] == "eval" and "loss-0" in str(arguments):
             one_is_measured.set()
         return seconds
 
     monkeypatch.setattr(study.Study, "lapcli", lapcli)
-    assert exit_code([*job, "--arms", "dual"]) == 1
+    assert exit_code([*job, "--arms", "loss"]) == 1
     found = [json.loads(each) for each in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert [(each["arm"], each["fraction"]) for each in found] == [("teacher", "0"), ("dual", "0.34")]
+    assert [(each["arm"], each["fraction"]) for each in found] == [("teacher", "0"), ("loss", "0.34")]
     assert [arguments[0] for arguments in asked] == ["eval", "convert", "convert", "eval"]
 
 
@@ -254,7 +254,7 @@ def test_a_group_of_commands_ends_before_the_others(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--arms", "dual,three"], "'three' is none of dual, one"),
+        (["--arms", "loss,three"], "'three' is none of loss, dual"),
         (["--fractions", "25"], "more than all"),
     ],
 )
@@ -327,3 +327,19 @@ def test_a_conversion_is_looked_at_layer_by_layer(made, tmp_path):
     shutil.rmtree(made / "models")
     with pytest.raises(SystemExit, match="no model written out"):
         study.main([str(each) for each in arguments])
+
+
+def test_distances_are_drawn_a_panel_a_layer_and_the_same_each_time(tmp_path):
+    """Bins of 1, 3 and 4 tokens; a curve through places where the logarithm of a distance is defined."""
+    layers = [
+        {"layer": layer, "mixture": [share, 1 - share], "edges": [0, 1, 4], "weight": [0.5, 0.1, 0.05],
+         "mixed": [4.0, 2.0, 1.0], "state 0": [2.0, 1.5, 1.0], "state 1": [2.0, 0.5, 0.01]}
+        for layer, share in ((25, 0.25), (18, 0.75))
+    ]  # fmt: skip
+    (tmp_path / "seen.jsonl").write_text("".join(json.dumps(layer) + "\n" for layer in layers))
+    for name in ("one.svg", "two.svg"):
+        study.main(["draw", str(tmp_path / "seen.jsonl"), str(tmp_path / name), "--length", "8"])
+    drawn = (tmp_path / "one.svg").read_text()
+    assert drawn == (tmp_path / "two.svg").read_text()
+    for words in ("layer 25", "layer 18", "history", "recency", "share of history in the mixture"):
+        assert words in drawn
