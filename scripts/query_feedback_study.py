@@ -334,7 +334,7 @@ def _training(parser: argparse.ArgumentParser, tokens: int) -> None:
 def _pilot(parser: argparse.ArgumentParser) -> None:
     _from_nothing(parser, 30_000_000)
     parser.add_argument("--mixtures", type=names_of(MIXTURES), default=list(MIXTURES), help="names with commas")
-    parser.add_argument("--batches", type=_numbers, default=[8192, 16_384, BATCH], help="tokens of a step, with commas")
+    parser.add_argument("--batches", type=_numbers, default=[8192, BATCH, 32_768], help="tokens of a step, with commas")
     parser.add_argument("--optimizers", type=names_of(OPTIMIZERS), default=[OPTIMIZER], help="names with commas")
     parser.add_argument("--rates", type=_rates, default=[RATE], help="largest learning rates, with commas")
     parser.set_defaults(variants=[BASE], seeds=[0])

@@ -43,7 +43,7 @@ MIXTURES = {
     "denser": {"text": 0.34, "builtin": 0.06, "drills": 0.4, "prompts": 0.2},
 }
 """Shares of what is trained on."""
-MIXTURE = "prompts"
+MIXTURE = "dense"
 """The mixture of the study."""
 RECOVERED_ON = "prompts"
 """The mixture of recoveries, whose models recall already."""

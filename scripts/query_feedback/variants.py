@@ -17,10 +17,10 @@ BASE = "gdn"
 """What differences are taken from."""
 LENGTHS = (512, 1024, 2048, 4096)
 TRAINED_LENGTH = 1024
-BATCH = 32_768
+BATCH = 16_384
 """Tokens of a training step."""
 OPTIMIZERS = ("adamw", "muon")
-OPTIMIZER = "adamw"
+OPTIMIZER = "muon"
 RATE = 0.003
 """The largest learning rate, that of the recipes."""
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")

@@ -177,7 +177,7 @@ def test_what_is_there_is_not_run_again(started, tmp_path):
     assert {gpu for gpu, _ in started.begun} == {0, 1}
     train = commands[2]
     assert train[1] == "train/small-gdn"
-    assert f"{started.text}:0.6,builtin:0.06" in train[train.index("--data") + 1]
+    assert f"{started.text}:0.49,builtin:0.06" in train[train.index("--data") + 1]
     assert started("--seeds", "0") == (0, [])
     # Lines that another machine made count too, but those of another text do not.
     known = tmp_path / "known.jsonl"
@@ -232,7 +232,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(command, arguments, said
 
 def test_recall_that_was_cut_short_while_it_was_written_is_made_again(started, tmp_path, monkeypatch):
     ask = ("--seeds", "0", "--variants", "gdn")
-    recall = tmp_path / "work" / "recall-prompts-0.34.jsonl"
+    recall = tmp_path / "work" / "recall-drills-0.25.jsonl"
     monkeypatch.setattr(corpora, "recall_shard", lambda *_: "whole\n")
     assert started(*ask)[0] == 0
     whole = recall.read_text()
