@@ -126,7 +126,7 @@ class Study(Commands):
     def _key(self, piece: Piece, fraction: str) -> dict[str, Any]:
         options = self.options
         values = (self.source.digest, piece.arm, fraction, piece.seed, options.steps, options.batch, options.seq_len,
-                  self.text)  # fmt: skip
+                  options.lr, self.text)  # fmt: skip
         return dict(zip(KEYS, values, strict=True))
 
     def _missing(self, piece: Piece) -> list[str]:

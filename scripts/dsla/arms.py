@@ -29,7 +29,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Of sequences whose keys, values and states are counted."""
 CONVERSION = "dsla"
 """What a line is of."""
-KEYS = ("digest", "arm", "fraction", "seed", "steps", "batch", "seq_len", "text")
+KEYS = ("digest", "arm", "fraction", "seed", "steps", "batch", "seq_len", "lr", "text")
 """What tells a line from others; of two with the same key the later one counts."""
-BUDGET = ("digest", "steps", "batch", "seq_len", "text", "limit")
+BUDGET = ("digest", "steps", "batch", "seq_len", "lr", "text", "limit")
 """What lines must agree in to be compared."""

@@ -45,7 +45,8 @@ def line(arm, fraction, seed, *, ppl=30.0, steps=128, **more):
             "rank_correlations": {"entropy ~ loss": 0.5, "loss ~ outlier": None}}  # fmt: skip
     return {
         "kind": "dsla", "digest": "d" * 64, "arm": arm, "fraction": fraction, "seed": seed, "steps": steps, "batch": 8,
-        "seq_len": 1024, "text": "a" * 64, "model": "M", "limit": 100, "machine": "a machine", "date": "2026-11-30",
+        "seq_len": 1024, "lr": 0.002, "text": "a" * 64, "model": "M", "limit": 100,
+        "machine": "a machine", "date": "2026-11-30",
         "commands": ["lapcli convert X", "lapcli eval Y"], "conversion": made, "rows": scores(ppl), **more,
     }  # fmt: skip
 
