@@ -55,8 +55,8 @@ def _group(lines: list[Line]) -> str:
     items = f"{example['limit']} items a task" if example["limit"] else "all items of a task"
     about = (
         f"{example['model']} ({example['digest'][:12]}), {tokens:,} tokens a layer in sequences of "
-        f"{example['seq_len']}, learning rate {example['lr']:g}, text {example['text'][:12]}, {items}; means ± standard "
-        "deviations over seeds. "
+        f"{example['seq_len']}, learning rate {example['lr']:g}, text {example['text'][:12]}, {items}; means ± "
+        "standard deviations over seeds. "
         f"{', '.join(sorted({line['machine'] for line in lines}))}; {when}. For example:"
     )
     commands = [f"    {command}" for command in example["commands"]]
