@@ -144,7 +144,7 @@ class Study(Commands):
         ]
         missing = [
             run for run in wanted
-            if key_of({"kind": self.kind, **run._asdict(), "limit": options.limit}) not in there
+            if key_of({"kind": self.kind, **run._asdict(), "limit": options.limit, "dtype": options.dtype}) not in there
         ]  # fmt: skip
         self.say(f"{len(wanted)} runs wanted, {len(wanted) - len(missing)} of them there")
         if not missing:
@@ -190,6 +190,7 @@ class Study(Commands):
                 "commands": [f"lapcli {' '.join(arguments)}" for arguments in (training, measuring)],
                 "seconds": {"train": record["seconds"], "eval": round(seconds[1] or 0.0, 1)},
                 "limit": options.limit,
+                "dtype": options.dtype,
                 "training": {name: record.get(name) for name in noted},
                 "rows": evaluation["rows"],
                 "versions": evaluation["versions"],

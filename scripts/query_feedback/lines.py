@@ -11,8 +11,8 @@ TRAINING, PILOT, THROUGHPUT, RECOVERY = "training", "pilot", "throughput", "reco
 RUN = ("variant", "seed", "tokens", "text", "mixture", "batch", "optimizer", "lr")
 """What tells trainings apart."""
 _KEYS = {
-    TRAINING: (*RUN, "limit"),
-    PILOT: (*RUN, "limit"),
+    TRAINING: (*RUN, "limit", "dtype"),
+    PILOT: (*RUN, "limit", "dtype"),
     THROUGHPUT: ("variant", "length", "batch", "dtype", "machine"),
     RECOVERY: ("base", "digest", "method", "ratio", "arm", "seed", "tokens", "text", "limit", "batch", "length", "lr"),
 }

@@ -28,8 +28,8 @@ def write(files: Sequence[Path]) -> str:
     found = {key_of(each): each for path in files for each in read_lines(path)}
     parts: list[str] = []
     for kind, shown, compare in (
-        (TRAINING, _tables, ("tokens", "text", "limit", "mixture", "batch", "optimizer", "lr")),
-        (PILOT, _pilots, ("tokens", "text", "limit")),
+        (TRAINING, _tables, ("tokens", "text", "limit", "dtype", "mixture", "batch", "optimizer", "lr")),
+        (PILOT, _pilots, ("tokens", "text", "limit", "dtype")),
         (THROUGHPUT, _throughput, ("machine", "batch", "dtype")),
     ):
         alike = _alike((line for key, line in found.items() if key[0] == kind), compare)
@@ -84,7 +84,8 @@ def _tables(runs: list[Line]) -> str:
         "",
         f"{example['tokens']:,} tokens a run of the mixture `{example['mixture']}` by {example['optimizer']} "
         f"at {example['lr']:g}, {example['batch']:,} a step, in rows of {TRAINED_LENGTH}, so that longer prompts are "
-        f"beyond what was trained; {example['limit']} prompts a length; means ± standard deviations over seeds. "
+        f"beyond what was trained; {example['limit']} prompts a length, in {example['dtype']}; means ± standard "
+        "deviations over seeds. "
         f"{_when_and_where(runs)}. Text {example['text'][:12]}. For example:",
         "",
         *(f"    {command}" for command in example["commands"]),
@@ -108,7 +109,8 @@ def _pilots(runs: list[Line]) -> str:
             )
     lines += [
         "",
-        f"{VARIANTS[example['variant']]}, {example['tokens']:,} tokens, one seed; {example['limit']} prompts a length. "
+        f"{VARIANTS[example['variant']]}, {example['tokens']:,} tokens, one seed; {example['limit']} prompts a length, "
+        f"in {example['dtype']}. "
         f"{_when_and_where(runs)}. Text {example['text'][:12]}.",
     ]
     return "\n".join(lines)

@@ -45,7 +45,7 @@ def rows_of(ppl, recall, lengths=(512, 2048)):
 def line(variant, seed, *, tokens=1000, limit=10, text="a" * 64, date="2026-11-30", ppl=30.0, recall=0.5):
     return {
         "variant": variant, "seed": seed, "tokens": tokens, "text": text, "limit": limit, "date": date, "machine": "M",
-        "mixture": "half", "batch": 4096, "optimizer": "adamw", "lr": 0.003,
+        "mixture": "half", "batch": 4096, "optimizer": "adamw", "lr": 0.003, "dtype": "float32",
         "commands": ["lapcli train X", "lapcli eval Y"], "training": {"after": {"cross_entropy": 3.0}},
         "rows": rows_of(ppl, recall),
     }  # fmt: skip
