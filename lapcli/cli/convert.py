@@ -135,6 +135,14 @@ def run(
         str,
         typer.Option(help="dsla: of the new layers: auto, reference, chunked, fla.", rich_help_panel=_MACHINE),
     ] = "auto",
+    no_cuda_graphs: Annotated[
+        bool,
+        typer.Option(
+            "--no-cuda-graphs",
+            help="dsla: launch the kernels of training steps one by one, on a GPU.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = False,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
     dry_run: options.DryRun = False,
@@ -171,6 +179,8 @@ def run(
         raise UsageError("--lambda-init is about --to qdelta, not --to dsla")
     if to == "qdelta" and kernel != "auto":
         raise UsageError("--kernel is about --to dsla, not --to qdelta, which runs none")
+    if to == "qdelta" and no_cuda_graphs:
+        raise UsageError("--no-cuda-graphs is about --to dsla, not --to qdelta, which trains nothing")
     if output is None:
         name = model or {"qdelta": "demo:gdn", "dsla": "demo:transformer"}[to]
         raise UsageError("--output is missing", f"for example: lapcli convert {name} --to {to} --output DIR")
@@ -191,7 +201,8 @@ def run(
         raise UsageError("--export-to without --export: which fraction is to be written?", "pass --export 0.25")
     convert_dsla.to_dsla(
         model, fraction, output, given, recipe=recipe,
-        tasks=task, limit=limit, micro_batch=micro_batch, device=device, dtype=dtype, kernel=kernel, **said,
+        tasks=task, limit=limit, micro_batch=micro_batch, device=device, dtype=dtype, kernel=kernel,
+        cuda_graphs=not no_cuda_graphs, **said,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ def to_dsla(
     device: str,
     dtype: str,
     kernel: str = "auto",
+    cuda_graphs: bool = True,
     overwrite: bool,
     as_json: bool,
     dry_run: bool,
@@ -49,6 +50,7 @@ def to_dsla(
         device: where it runs.
         dtype: of frozen weights.
         kernel: of the new layers.
+        cuda_graphs: whether training steps are CUDA graphs on a GPU.
         overwrite: whether an earlier conversion gives way.
         as_json: whether the result goes to stdout.
         dry_run: whether to do nothing.
@@ -77,8 +79,9 @@ def to_dsla(
         return
     reporter = display.DisplayReporter(quiet or as_json)
     result = linearise_into(
-        plan, machine=machine, micro_batch=micro_batch, tasks=tasks or [], limit=limit, reporter=reporter
-    )
+        plan, machine=machine, micro_batch=micro_batch, tasks=tasks or [], limit=limit, cuda_graphs=cuda_graphs,
+        reporter=reporter,
+    )  # fmt: skip
     if as_json:
         display.emit(result.document())
         return

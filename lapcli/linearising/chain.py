@@ -7,7 +7,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,11 +23,13 @@ from lapcli.families.dual_state import set_kernel
 from lapcli.families.loading import load_model, load_tokenizer
 from lapcli.families.packed import longest_sequence
 from lapcli.families.remote.lapcli_dual_state import convert_layers, restore_layer
+from lapcli.linearising.captured import Capturing, disagreement, gradients_of
 from lapcli.linearising.objective import LayerObjective
+from lapcli.linearising.passes import Pair, Text, why_not_by_ranks
 from lapcli.linearising.plan import LinearisingPlan
 from lapcli.linearising.record import MEND, converted, layer_lineage, measured, summarise
 from lapcli.linearising.start import fit_scale, fold_scale, output_variance, scaled
-from lapcli.linearising.watching import attention_of, watched
+from lapcli.linearising.watching import attention_of
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter
 from lapcli.training import distributed
@@ -36,7 +38,8 @@ from lapcli.training.distillation import distillation_sums, head_of
 from lapcli.training.engine import CHECKPOINTS, Execution, train
 from lapcli.training.fresh import WholePlan
 from lapcli.training.packing import PackedBatch, last_hidden
-from lapcli.training.stream import TrainingStream
+from lapcli.training.stream import PackedSequence, TrainingStream
+from lapkernels.dual_state import why_not
 
 
 class Chain:
@@ -50,6 +53,7 @@ class Chain:
         tasks: on which each prefix is measured beside the held-out text.
         limit: items of each task.
         reporter: where progress goes.
+        cuda_graphs: whether training steps are CUDA graphs on a GPU, where they can be.
     """
 
     def __init__(
@@ -61,11 +65,16 @@ class Chain:
         tasks: Sequence[str],
         limit: int | None,
         reporter: Reporter,
+        cuda_graphs: bool = True,
     ):
         self.plan, self.order, self.machine, self.reporter = plan, order[: plan.number], machine, reporter
         self.micro_batch = micro_batch or max(1, 8192 // plan.settings.distillation.seq_len)
         self.tasks, self.limit = list(tasks), limit
         self._of_teacher: float | None = None
+        self._cuda_graphs = cuda_graphs
+        self._by_ranks: bool | None = None
+        """Whether models are told of documents by ranks; not known before the first layer."""
+        self._said: set[str] = set()
 
     def run(self) -> int:
         """Convert what is not converted; how many layers that was."""
@@ -140,13 +149,20 @@ class Chain:
         attention.float().requires_grad_(True)
         attention.start_states(torch.Generator().manual_seed(distillation.seed + layer))
         batches = self._batches(held_out)
+        if self._by_ranks is None:
+            self._by_ranks = self._can_go_by_ranks(layer, held_out)
         variance, factors = self._start(layer, batches)
-        objective = partial(LayerObjective, layer=layer, variance=variance, distillation=distillation)
+        objective = partial(
+            LayerObjective, layer=layer, variance=variance, distillation=distillation, by_ranks=self._by_ranks
+        )
         look = objective(self.student, self.teacher, temperature=distillation.temperature)
         trained = {name: tuple(p.shape) for name, p in self.student.named_parameters() if p.requires_grad}
         lineage = layer_lineage(plan, number, layer, before)
         folder = plan.place.training(number, layer)
-        with contextlib.nullcontext() if factors is None else scaled(attention, factors):
+        with (
+            contextlib.nullcontext() if factors is None else scaled(attention, factors),
+            self._capturing() as capturing,
+        ):
             first = self._measure(look, batches)
             ended = train(
                 self.student,
@@ -162,7 +178,7 @@ class Chain:
                     save_every=max(1, distillation.steps // 4),
                     divergence=math.inf,
                 ),
-                objective=objective,
+                objective=partial(objective, capturing=capturing),
                 anew=MEND,
                 doing=f"layer {layer} ({number} of {len(self.order)})",
                 reporter=self.reporter,
@@ -212,15 +228,74 @@ class Chain:
 
     def _start(self, layer: int, batches: Sequence[Any]) -> tuple[float, Tensor | None]:
         """The variance of what the teacher's layer gives, and the size that each head of the new one should have."""
-        with torch.no_grad(), watched(self.teacher, layer) as theirs, watched(self.student, layer) as mine:
+        pair, precision = Pair(self.student, self.teacher, layer), distributed.product_precision
+        fits = self.plan.settings.distillation.fit and self.settings.window is None
+        outputs, heads = [], []
+        with torch.no_grad():
             for batch in batches:
-                last_hidden(self.teacher, batch)
-                if self.plan.settings.distillation.fit and self.settings.window is None:
-                    # Its other layers are in the teacher's dtype; autocast is what training has too.
-                    with distributed.product_precision(self.student.device):
-                        last_hidden(self.student, batch)
-        factors = fit_scale(attention_of(self.student, layer), mine.heads, theirs.outputs) if mine.heads else None
-        return output_variance(theirs.outputs), factors
+                text = Text.of(batch, self.student.device) if self._by_ranks else batch
+                if fits:
+                    mine, theirs = pair.run(text, precision)
+                    heads += mine.seen.heads
+                else:
+                    theirs = pair.of_teacher(text, precision)
+                outputs += theirs.seen.outputs
+        factors = fit_scale(attention_of(self.student, layer), heads, outputs) if fits else None
+        return output_variance(outputs), factors
+
+    def _can_go_by_ranks(self, layer: int, sequences: Sequence[PackedSequence]) -> bool:
+        """Whether models are told of documents by ranks: on a GPU, where shapes that are known save most of a step.
+
+        Compared once with what the host reads off positions, on the first layer as it begins, its states in PyTorch.
+        """
+        device = self.student.device
+        if not _ranks_pay(device) or not sequences:
+            return False
+        time = len(sequences[0].ids)
+        why = why_not_by_ranks(self.student, time)
+        if why is None:
+            # Text may have no boundary here: these get some, one document of a single token among them.
+            more = {time // 3, time // 3 + 1, 2 * time // 3} - {0, time}
+            parted = [replace(each, starts=tuple(sorted(more.union(each.starts)))) for each in sequences]
+            batch = self._batches(parted)[0]
+            settings: dict[str, Any] = {"variance": 1.0, "distillation": self.plan.settings.distillation}
+            sure = "reference" if why_not("chunked", device, torch.bfloat16, needs_gradient=True) else "chunked"
+            found: list[list[Tensor]] = []
+            try:
+                for by_ranks, kernel in ((True, self.machine.kernel), (False, sure)):
+                    objective = LayerObjective(self.student, self.teacher, layer=layer, by_ranks=by_ranks, **settings)
+                    set_kernel(self.student, kernel, device)
+                    found.append(gradients_of(objective, objective.read(batch)))
+                why = disagreement(*found)
+            except torch.OutOfMemoryError:
+                why = "there is no memory to compare both ways"
+            finally:
+                set_kernel(self.student, self.machine.kernel, device)
+        if why is not None:
+            self._say_once(f"the host tells documents apart: {why}")
+        return why is None
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Generator[Capturing | None]:
+        """What makes the steps of a layer CUDA graphs, if they are to be."""
+        if not (self._cuda_graphs and self._by_ranks):
+            yield None
+            return
+        with Capturing() as capturing:
+            yield capturing
+        if capturing.failure is not None:
+            # What cannot be captured in one layer cannot in the next.
+            self._cuda_graphs = False
+            self._say_once(f"training steps are launched kernel by kernel: {capturing.failure}")
+        elif capturing.steps:
+            self._say_once(
+                "training steps are CUDA graphs; each layer's first one is compared with the same without it"
+            )
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.reporter.notice(text)
 
     def _measure(self, look: Any, batches: Sequence[Any]) -> dict[str, float]:
         with torch.no_grad():
@@ -235,8 +310,8 @@ class Chain:
         total, count = 0.0, 0
         with torch.no_grad():
             for batch in batches:
-                labels = batch.labels.to(self.teacher.device)
-                sums = distillation_sums(last_hidden(self.teacher, batch), head_of(self.teacher), None, None, labels)
+                hidden = last_hidden(self.teacher, batch)
+                sums = distillation_sums(hidden, head_of(self.teacher), None, None, batch.labels)
                 total, count = total + float(sums.cross_entropy), count + int(sums.tokens)
         self._of_teacher = total / max(count, 1)
         return self._of_teacher
@@ -266,3 +341,8 @@ class Chain:
             }
             for score in found.models[0].scores
         ]
+
+
+def _ranks_pay(device: torch.device) -> bool:
+    """Whether it is launches and waiting that take the time there, rather than what is computed."""
+    return device.type == "cuda"

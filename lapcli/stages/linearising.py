@@ -149,6 +149,7 @@ def linearise_into(
     micro_batch: int | None = None,
     tasks: Sequence[str] = (),
     limit: int | None = None,
+    cuda_graphs: bool = True,
     reporter: Reporter | None = None,
 ) -> LinearisingResult:
     """Convert layers in order of sensitivity, or go on where that was stopped; then write the model that was asked for.
@@ -159,6 +160,8 @@ def linearise_into(
         micro_batch: sequences that are computed at once.
         tasks: on which each prefix that is trained now is measured, beside the held-out text.
         limit: items of each task.
+        cuda_graphs: whether training steps are CUDA graphs on a GPU, where they can be; results differ by rounding at
+            most.
         reporter: where progress goes.
 
     Raises:
@@ -173,7 +176,8 @@ def linearise_into(
             _forget(place)
         worked = _keep_base(plan, reporter)
         order, found = layer_order(plan, machine, reporter)
-        worked = bool(Chain(plan, order, machine, micro_batch, tasks, limit, reporter).run()) or worked
+        chain = Chain(plan, order, machine, micro_batch, tasks, limit, reporter, cuda_graphs)
+        worked = bool(chain.run()) or worked
         prefixes = converted(plan)
         summary = summarise(plan, prefixes, found)
         exported = export_prefix(place.root, plan.number, plan.output, overwrite=plan.overwrite, reporter=reporter)

@@ -1,5 +1,6 @@
 """Tiny real teachers of every kind whose attention can be converted, converted models, and an oracle of the layer."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,38 @@ def converted(model: Any, *layers: int, seed: int = 1, **settings: Any) -> Any:
             for parameter in layer.new_parameters().values():
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(parameter))
     return model
+
+
+def tiny_pair(
+    model_type: str = "llama",
+    *,
+    before: Sequence[int] = (2,),
+    layer: int = 1,
+    kernel: str = "auto",
+    teacher: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[Any, Any]:
+    """A student in the training of a layer, and its teacher.
+
+    Args:
+        model_type: of the teacher.
+        before: layers that were converted and trained before.
+        layer: the one that is trained, in fp32 unless the rest is wider.
+        kernel: of all of them.
+        teacher: as for `tiny_teacher`.
+        settings: of the layers.
+    """
+    guide = tiny_teacher(model_type, **{"dtype": torch.float64, **(teacher or {})}).requires_grad_(False)
+    student = copy.deepcopy(guide)
+    for number in before:
+        converted(student, number, seed=number + 5, **settings)
+    student.requires_grad_(False)
+    converted(student, layer, seed=4, **settings)
+    attention = student.model.layers[layer].self_attn
+    attention.to(torch.promote_types(guide.dtype, torch.float32)).requires_grad_(True)
+    for each in dual_state_layers(student).values():
+        each.kernel = kernel
+    return student.train(), guide
 
 
 def converted_source(

@@ -280,6 +280,8 @@ def distillation_sums(
     temperature: float = 2.0,
     ignore_index: int = IGNORED,
     slice_tokens: int | None = None,
+    entropy: bool = True,
+    every_row: bool = False,
 ) -> Sums:
     """Cross entropy of the student and its KL from the teacher, summed over the tokens that count.
 
@@ -291,27 +293,32 @@ def distillation_sums(
     Logits live for a slice of tokens. The gradients of the two sums are computed with them and kept apart, since only
     the backward pass says how they are weighted: twice `[N, Ds]` in the dtype of `student_hidden`, and if the head is
     trained twice `[V, Ds]` in fp32 (and twice `[V]`). Under autocast each head is cast once a call. Positions that do
-    not count may hold anything, NaN too, and cost nothing; the gradient there is 0. To find them the call waits for the
-    device once.
+    not count may hold anything, NaN too, and cost nothing; the gradient there is 0. They are found where the labels
+    lie: on the CPU, nothing is waited for.
 
     Args:
         student_hidden: `[N, Ds]`, what enters the student's output layer; differentiable.
         student: its head, on the same device. Weight and bias are differentiable where they require it.
         teacher_hidden: `[N, Dt]`, or `None` for plain cross entropy. The teacher gets no gradient.
         teacher: its head, or `None`. It may lie on another device: its logits are made there.
-        labels: `[N]`, int64, ids below `V`, or `ignore_index`.
+        labels: `[N]`, int64, ids below `V`, or `ignore_index`; on the student's device or the CPU.
         vocabulary: the number of leading ids that both models have (`align_vocabularies`); needed only where the heads
             differ in rows.
         temperature: `T`, above 0, of both softmaxes in the KL; the cross entropy is at 1.
         ignore_index: the label that does not count.
         slice_tokens: tokens of a slice; default: as many as keep its temporaries under `TEMPORARY_BYTES`.
+        entropy: whether the cross entropy is wanted; otherwise it is 0, and its gradient and its products are not made.
+        every_row: whether positions that do not count are computed like the others and left out of the sums. Then no
+            shape depends on labels and nothing is waited for, so that the call can be captured in a CUDA graph; labels
+            are taken as they are, and heads must be frozen.
 
     Returns:
         The sums. Products are in the dtype of each head's weight, or under autocast in autocast's; softmaxes and sums
         in fp32 (fp64 where that is fp64).
 
     Raises:
-        ValueError: shapes, sizes or labels that do not fit; a teacher without its hidden states or the other way round.
+        ValueError: shapes, sizes or labels that do not fit; a teacher without its hidden states or the other way round;
+            a trained head with `every_row`.
     """
     _check(student_hidden, student, labels, "student")
     if (teacher is None) != (teacher_hidden is None):
@@ -326,21 +333,32 @@ def distillation_sums(
         guide = _Teacher(
             teacher_hidden.detach(), _prepared(teacher), _shared(student, teacher, vocabulary), temperature
         )
-    labels = labels.to(student_hidden.device)
-    rows = (labels != ignore_index).nonzero().squeeze(1)
-    targets = labels[rows]
-    if len(rows):
-        lowest, highest = torch.stack(targets.aminmax()).tolist()
-        if lowest < 0 or highest >= len(student.weight):
-            raise ValueError(
-                f"labels run from {lowest} to {highest}, but the student has the ids 0 to {len(student.weight) - 1} "
-                f"(and {ignore_index} for none)"
-            )
-    head = _prepared(student)
-    length = slice_tokens or _slice_length(head, guide)
-    work = _Work(head, guide, rows, targets, length, torch.is_grad_enabled())
+    device, head = student_hidden.device, _prepared(student)
+    counts = labels != ignore_index
+    if every_row:
+        if any(part is not None and part.requires_grad for part in (student.weight, student.bias)):
+            raise ValueError("every_row is for frozen heads: what does not count would enter the head's gradient")
+        counts = counts.to(device, non_blocking=True)
+        rows, targets = None, labels.to(device, non_blocking=True).where(counts, 0)
+        tokens = counts.sum()
+    else:
+        rows = counts.nonzero().squeeze(1)
+        targets = labels[rows]
+        if len(rows):
+            lowest, highest = torch.stack(targets.aminmax()).tolist()
+            if lowest < 0 or highest >= len(student.weight):
+                raise ValueError(
+                    f"labels run from {lowest} to {highest}, but the student has the ids 0 to "
+                    f"{len(student.weight) - 1} (and {ignore_index} for none)"
+                )
+        tokens = torch.full((), len(rows), device=device)
+        # From memory that is not pinned the host goes on when it is copied.
+        rows, targets, counts = rows.to(device, non_blocking=True), targets.to(device, non_blocking=True), None
+    work = _Work(
+        head, guide, rows, targets, counts, slice_tokens or _slice_length(head, guide), entropy, torch.is_grad_enabled()
+    )
     cross_entropy, kl = _Distillation.apply(student_hidden, student.weight, student.bias, work)
-    return Sums(cross_entropy, kl, torch.tensor(len(rows), device=rows.device))
+    return Sums(cross_entropy, kl, tokens)
 
 
 def _check(hidden: Tensor, head: Head, labels: Tensor, name: str) -> None:
@@ -370,6 +388,14 @@ def _shared(student: Head, teacher: Head, vocabulary: int | None) -> int:
     return vocabulary
 
 
+_Place = Tensor | slice
+"""Rows of a matrix, by number or all in a row."""
+
+
+def _taken(matrix: Tensor, place: _Place) -> Tensor:
+    return matrix[place] if isinstance(place, slice) else matrix.index_select(0, place.to(matrix.device))
+
+
 @dataclass(frozen=True, eq=False)
 class _Teacher:
     """The teacher's part: hidden states `[N, Dt]`, head, shared ids and temperature."""
@@ -379,11 +405,15 @@ class _Teacher:
     vocabulary: int
     temperature: float
 
-    def log_probabilities(self, rows: Tensor, like: Tensor) -> Tensor:
+    def log_probabilities(self, rows: "_Place", like: Tensor) -> Tensor:
         """`[n, vocabulary]` of these rows at the temperature, with the device and dtype of another tensor."""
-        hidden = self.hidden.index_select(0, rows.to(self.hidden.device)).to(self.head.weight.device)
-        scaled = logits_from(self.head, hidden)[:, : self.vocabulary] / self.temperature
-        return F.log_softmax(scaled, -1).to(like)
+        hidden = _taken(self.hidden, rows).to(self.head.weight.device)
+        return F.log_softmax(self.scaled(logits_from(self.head, hidden)), -1).to(like)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits of the ids that both have, over the temperature; never written to."""
+        shared = logits[:, : self.vocabulary]
+        return shared if self.temperature == 1 else shared / self.temperature
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,22 +423,32 @@ class _Work:
     Attributes:
         head: of the student, as `_prepared` gives it.
         teacher: the teacher, if there is one.
-        rows: the positions that count.
+        rows: the positions that count; `None` for all, whether they count or not.
         targets: their labels.
+        counts: where `rows` is `None`: bool, whether each counts.
         length: tokens of a slice.
+        entropy: whether the cross entropy is wanted.
         differentiate: whether anybody may ask for gradients.
     """
 
     head: Head
     teacher: _Teacher | None
-    rows: Tensor
+    rows: Tensor | None
     targets: Tensor
+    counts: Tensor | None
     length: int
+    entropy: bool
     differentiate: bool
 
-    def slices(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Positions `[n]` and labels `[n]`, slice by slice."""
-        return zip(self.rows.split(self.length), self.targets.split(self.length), strict=True)
+    def slices(self) -> "Iterator[tuple[_Place, Tensor, Tensor | None]]":
+        """Positions, labels `[n]` and where not all count also which do `[n, 1]`, slice by slice."""
+        for start in range(0, len(self.targets), self.length):
+            part = slice(start, start + self.length)
+            if self.counts is None:
+                assert self.rows is not None
+                yield self.rows[part], self.targets[part], None
+            else:
+                yield part, self.targets[part], self.counts[part, None]
 
 
 def _slice_length(head: Head, teacher: _Teacher | None) -> int:
@@ -435,13 +475,14 @@ class _Gradients:
         self.weight = torch.zeros_like(head.weight, dtype=wide) if wanted[1] else None
         self.bias = head.weight.new_zeros(len(head.weight), dtype=wide) if wanted[2] else None
 
-    def add(self, rows: Tensor, inputs: Tensor, outputs: Tensor) -> None:
+    def add(self, rows: _Place, inputs: Tensor, outputs: Tensor, counts: Tensor | None) -> None:
         """Take in a slice.
 
         Args:
-            rows: `[n]`, its positions.
+            rows: its positions.
             inputs: `[n, Ds]`, its hidden states, in the head's dtype.
             outputs: `[n, V]`, the gradient of what the cap was applied to.
+            counts: `[n, 1]`, which of them count, where not all do.
         """
         weight, scale = self.head.weight, self.head.scale
         if self.bias is not None:
@@ -449,7 +490,12 @@ class _Gradients:
         outputs = outputs.to(weight.dtype)
         if self.hidden is not None:
             gradient = _product(outputs, weight).mul_(scale)
-            self.hidden.index_copy_(0, rows, gradient.to(self.hidden.dtype))
+            if isinstance(rows, slice):
+                # Rows are apart in the product, so that NaN of one that does not count stays there.
+                gradient = gradient if counts is None else gradient.where(counts, 0.0)
+                self.hidden[rows] = gradient
+            else:
+                self.hidden.index_copy_(0, rows, gradient.to(self.hidden.dtype))
         if self.weight is not None:
             length = max(1, _BLOCK_BYTES // (self.weight.itemsize * self.weight.shape[1]))
             for sums, block in zip(self.weight.split(length), outputs.split(length, dim=1), strict=True):
@@ -469,34 +515,36 @@ class _Distillation(torch.autograd.Function):
         head, teacher = work.head, work.teacher
         # Whether a tensor requires a gradient says nothing of `no_grad`.
         wanted = tuple(work.differentiate and needed for needed in ctx.needs_input_grad[:3])
-        gradients = [_Gradients(hidden, head, wanted) for _ in range(1 if teacher is None else 2)]
+        # In the order of what is given back; without one of them, what is given back for it has no gradient.
+        gradients = [_Gradients(hidden, head, wanted if each else (False,) * 3) for each in (work.entropy, teacher)]
         cross_entropy = hidden.new_zeros((), dtype=_wide(head.weight.dtype))
         kl = torch.zeros_like(cross_entropy)
-        for rows, labels in work.slices():
-            inputs = hidden.index_select(0, rows).to(head.weight.dtype)
+        for rows, labels, counts in work.slices():
+            inputs = _taken(hidden, rows).to(head.weight.dtype)
             guide = None if teacher is None else teacher.log_probabilities(rows, like=cross_entropy)
             logits = logits_from(head, inputs)
             slope = None
             if any(wanted) and head.softcap is not None:
                 slope = (logits / head.softcap).square_().neg_().add_(1)
-            value, gradient = _cross_entropy(logits, labels)
-            cross_entropy += value
-            if any(wanted):
-                gradients[0].add(rows, inputs, gradient if slope is None else gradient.mul_(slope))
-            # Before the next rows of logits are made, those that are done with go.
-            del gradient
+            if work.entropy:
+                value, gradient = _cross_entropy(logits, labels, counts)
+                cross_entropy += value
+                if any(wanted):
+                    gradients[0].add(rows, inputs, gradient if slope is None else gradient.mul_(slope), counts)
+                # Before the next rows of logits are made, those that are done with go.
+                del gradient
             if teacher is not None and guide is not None:
-                scaled = logits[:, : teacher.vocabulary] / teacher.temperature
+                scaled = teacher.scaled(logits)
                 del logits
                 own = F.log_softmax(scaled, -1)
                 del scaled
-                value, gradient = _kl(guide, own, teacher.temperature)
+                value, gradient = _kl(guide, own, teacher.temperature, counts)
                 del guide, own
                 kl += value
                 if any(wanted):
                     if padding := len(head.weight) - teacher.vocabulary:
                         gradient = F.pad(gradient, (0, padding))
-                    gradients[1].add(rows, inputs, gradient if slope is None else gradient.mul_(slope))
+                    gradients[1].add(rows, inputs, gradient if slope is None else gradient.mul_(slope), counts)
                 del gradient
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
         ctx.save_for_backward(*(part for each in gradients for part in each.parts()))
@@ -515,22 +563,26 @@ class _Distillation(torch.autograd.Function):
         return *found, None
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over a slice, and its gradient `[n, V]`."""
+def _cross_entropy(logits: Tensor, labels: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sum over a slice, and its gradient `[n, V]`, there also for what does not count."""
     index = labels[:, None]
     found = F.log_softmax(logits, -1)
     chosen = found.gather(1, index)
-    return -chosen.sum(), found.exp_().scatter_(1, index, chosen.expm1())
+    value = chosen if counts is None else chosen.where(counts, 0.0)
+    return -value.sum(), found.exp_().scatter_(1, index, chosen.expm1())
 
 
-def _kl(guide: Tensor, own: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The sum over a slice, and its gradient `[n, vocabulary]` by the logits before the temperature.
+def _kl(guide: Tensor, own: Tensor, temperature: float, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sum over a slice, and its gradient `[n, vocabulary]` by the logits before the temperature, likewise.
 
     Args:
         guide: the teacher's log-probabilities, overwritten.
         own: the student's, overwritten.
         temperature: of both.
+        counts: `[n, 1]`, which rows count, where not all do.
     """
     probabilities = guide.exp()
-    value = guide.sub_(own).mul_(probabilities).sum()
-    return value, own.exp_().sub_(probabilities).div_(temperature)
+    parts = guide.sub_(own).mul_(probabilities)
+    value = parts.sum() if counts is None else parts.sum(1, keepdim=True).where(counts, 0.0).sum()
+    gradient = own.exp_().sub_(probabilities)
+    return value, gradient if temperature == 1 else gradient.div_(temperature)

@@ -107,7 +107,7 @@ class Objective(nn.Module):
                 head_of(student),
                 guide,
                 guide_head,
-                batch.labels.to(student.device),
+                batch.labels,
                 vocabulary=self._vocabulary,
                 temperature=self._temperature,
             )

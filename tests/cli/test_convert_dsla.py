@@ -110,6 +110,7 @@ def test_convert_and_export(lapcli, teacher, text, tmp_path):
         (("--to", "qdelta", "--output", "x", "--steps", "5"), "--steps is about --to dsla"),
         (("--to", "qdelta", "--output", "x", "--no-fit"), "--no-fit is about --to dsla"),
         (("--to", "qdelta", "--output", "x", "--kernel", "chunked"), "--kernel is about --to dsla"),
+        (("--to", "qdelta", "--output", "x", "--no-cuda-graphs"), "--no-cuda-graphs is about --to dsla"),
         (("--to", "dsla", "--output", "x", "--export", "0.5"), "a model beside --export"),
         (("--to", "dsla", "--output", "x", "--export-to", "y"), "--export-to without --export"),
         (("--to", "dsla", "--output", "x", "--seq-len", "4096"), "longer than the 512 tokens"),

@@ -14,6 +14,7 @@ from lapcli.evaluation import harness
 from lapcli.families.loading import load_model
 from lapcli.families.remote.lapcli_dual_state import dual_state_layers
 from lapcli.families.source import resolve_model
+from lapcli.linearising import captured, chain, passes
 from lapcli.linearising.plan import holds_conversion
 from lapcli.linearising.settings import DistillationSettings, LayerSettings, LinearisingSettings, SensitivitySettings
 from lapcli.machine import Machine
@@ -364,6 +365,96 @@ def test_layers_in_fp32_are_trained_among_layers_in_bf16(source, text, tmp_path,
     model = load_model(resolve_model(str(result.output)), device=torch.device("cpu"), dtype=torch.bfloat16)
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
     assert bool(model(IDS).logits.isfinite().all())
+
+
+def record(call, _device):
+    """What a CUDA graph is, without CUDA."""
+    found = [each.clone() for each in call()]
+
+    def replay():
+        for place, value in zip(found, call(), strict=True):
+            place.copy_(value)
+
+    return replay, found
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Documents by ranks, and steps as graphs."""
+    monkeypatch.setattr(chain, "_ranks_pay", lambda device: True)
+    monkeypatch.setattr(captured, "record_cuda_graph", record)
+
+
+class Told(SilentReporter):
+    def __init__(self):
+        self.notices = []
+
+    def notice(self, text):
+        self.notices.append(text)
+
+
+@pytest.mark.parametrize("variant", ["", "a window of equal memory", "each by itself"])
+def test_by_ranks_and_from_graphs_it_is_the_same_conversion(source, text, tmp_path, as_on_a_gpu, monkeypatch, variant):
+    chosen = settings(text, order="first", validation=5, **VARIANTS.get(variant, {}))
+    told = Told()
+    found = convert_with(source, chosen, tmp_path / "graphs", told)
+    assert [each for each in told.notices if "CUDA graphs" in each] == [
+        "training steps are CUDA graphs; each layer's first one is compared with the same without it"
+    ]
+    assert not any("launched" in each or "the host" in each for each in told.notices)
+    monkeypatch.undo()
+    wanted = convert(source, chosen, "0.7", tmp_path / "plain")
+    for one, other in zip(found.prefixes, wanted.prefixes, strict=True):
+        assert {**one, "seconds": 0}.keys() == {**other, "seconds": 0}.keys()
+        for name in ("kl", "cross_entropy"):
+            # A few steps of AdamW in fp32, from gradients that differ by its rounding.
+            assert one[name] == pytest.approx(other[name], rel=1e-3), name
+    # Neither is part of what a layer is known by: either goes on from the other.
+    assert convert(source, chosen, "0.7", tmp_path / "graphs").worked is False
+
+
+def convert_with(source, chosen, root, reporter, **options):
+    return linearise_into(plan_linearising(source, chosen, "0.7", root), reporter=reporter, **options)
+
+
+def test_where_no_graph_can_be_made_it_says_so_once(source, text, tmp_path, as_on_a_gpu, monkeypatch):
+    tries = []
+
+    def fails(call, device):
+        tries.append(call())
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(captured, "record_cuda_graph", fails)
+    told, chosen = Told(), settings(text, order="first")
+    found = convert_with(source, chosen, tmp_path / "out", told)
+    assert len(tries) == 1
+    assert [each for each in told.notices if "launched" in each] == [
+        "training steps are launched kernel by kernel: operation not permitted when stream is capturing"
+    ]
+    unasked = convert_with(source, chosen, tmp_path / "unasked", SilentReporter(), cuda_graphs=False)
+    assert len(tries) == 1
+    assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "unasked")
+    assert [each["kl"] for each in found.prefixes] == [each["kl"] for each in unasked.prefixes]
+
+
+@pytest.mark.parametrize("wrong", [True, False], ids=["other numbers", "no memory"])
+def test_where_ranks_are_wrong_here_the_host_tells_documents_apart(
+    source, text, tmp_path, as_on_a_gpu, monkeypatch, wrong
+):
+    attend = passes.attention_mask
+
+    def leaks(ranks, dtype, window=None):
+        if not wrong:
+            raise torch.OutOfMemoryError("much")
+        return attend(torch.arange(ranks.shape[1]).expand_as(ranks), dtype, window)
+
+    monkeypatch.setattr(passes, "attention_mask", leaks)
+    told, chosen = Told(), settings(text, order="first")
+    convert_with(source, chosen, tmp_path / "out", told)
+    assert len([each for each in told.notices if each.startswith("the host tells documents apart: ")]) == 1
+    monkeypatch.undo()
+    convert(source, chosen, "0.7", tmp_path / "plain")
+    assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "plain")
 
 
 def test_the_directory_stands_alone(source, text, tmp_path):

@@ -78,7 +78,7 @@ class Case:
             inputs += [each.requires_grad_() for each in (student.weight, student.bias) if each is not None]
         return inputs, student, self.hidden[1].to(dtype), teacher
 
-    def run(self, dtype, *, trained=True, temperature=2.0, slice_tokens=None, outer=(0.7, 1.3)):
+    def run(self, dtype, *, trained=True, temperature=2.0, slice_tokens=None, outer=(0.7, 1.3), **options):
         """Sums, and gradients of a mixture of them."""
         inputs, student, teacher_hidden, teacher = self.leaves(dtype, trained)
         sums = distillation_sums(
@@ -90,6 +90,7 @@ class Case:
             vocabulary=self.shared,
             temperature=temperature,
             slice_tokens=slice_tokens,
+            **options,
         )
         mixed = outer[0] * sums.cross_entropy + outer[1] * sums.kl
         return sums, torch.autograd.grad(mixed, inputs)
@@ -154,6 +155,40 @@ def test_equals_the_dense_formula(name, dtype, slice_tokens, temperature, traine
         close(got, want, BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("slice_tokens", [4, None], ids=["slices of 4", "one slice"])
+@pytest.mark.parametrize("name", CASES)
+def test_with_every_row_computed_it_is_the_same(name, slice_tokens):
+    case = Case(**CASES[name])
+    (cross_entropy, kl), wanted = case.dense(trained=False)
+    sums, gradients = case.run(torch.float64, trained=False, slice_tokens=slice_tokens, every_row=True)
+    close(sums.cross_entropy, cross_entropy, BOUNDS[torch.float64])
+    close(sums.kl, kl, BOUNDS[torch.float64])
+    assert sums.tokens == (case.labels != -100).sum()
+    close(gradients[0], wanted[0], BOUNDS[torch.float64])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0], ids=["T1", "T2"])
+@pytest.mark.parametrize("trained", [True, False], ids=["head trained", "head frozen"])
+@pytest.mark.parametrize("name", ["some ignored", "softcap, padded, ignored", "bias"])
+def test_the_kl_alone_is_that_of_both(name, trained, temperature):
+    """To the bit, and nothing is made of labels."""
+    case = Case(**CASES[name])
+    options = {"trained": trained, "temperature": temperature, "slice_tokens": 4, "outer": (0.0, 1.3)}
+    both, wanted = case.run(torch.float32, **options)
+    alone, gradients = case.run(torch.float32, entropy=False, **options)
+    assert alone.cross_entropy == 0
+    assert both.cross_entropy > 0
+    assert torch.equal(alone.kl, both.kl)
+    for one, other in zip(gradients, wanted, strict=True):
+        # The sum of both has one times nothing in it.
+        assert torch.equal(one + 0, other + 0)
+
+
+def test_every_row_is_for_frozen_heads():
+    with pytest.raises(ValueError, match="frozen heads"):
+        Case().run(torch.float32, every_row=True)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_with_nothing_to_count_all_is_zero(tokens):
     sums, gradients = Case(tokens=tokens, bias=True, ignored=tuple(range(tokens))).run(torch.float32)
@@ -163,12 +198,14 @@ def test_with_nothing_to_count_all_is_zero(tokens):
     assert total(sums, 0) == 0
 
 
-def test_what_is_ignored_may_be_anything():
+@pytest.mark.parametrize("every_row", [False, True], ids=["rows that count", "every row"])
+def test_what_is_ignored_may_be_anything(every_row):
     case = Case(ignored=(2, 9))
-    (_, _), wanted = case.dense()
+    (_, kl), wanted = case.dense(trained=not every_row)
     for hidden in case.hidden:
         hidden[[2, 9]] = torch.nan
-    _, gradients = case.run(torch.float32)
+    sums, gradients = case.run(torch.float32, trained=not every_row, every_row=every_row)
+    close(sums.kl, kl, BOUNDS[torch.float32])
     assert not gradients[0][[2, 9]].any()
     for got, want in zip(gradients, wanted, strict=True):
         close(got, want, BOUNDS[torch.float32])

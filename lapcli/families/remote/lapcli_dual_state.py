@@ -13,7 +13,7 @@ kernels run. Licence: Apache 2.0.
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .lapcli_dual_state_cache import DualStateCacheLayer, WindowCacheLayer
 from .lapcli_dual_state_portable import portable_dual_state
-from .lapcli_dual_state_window import Window, attend_window
+from .lapcli_dual_state_window import Window, attend_window, attend_window_by_ranks
 
 try:
     from lapkernels.dual_state import dual_state as _operator
@@ -44,6 +44,8 @@ FLOOR = -50.0
 _PACKED_CACHE = "packed sequences cannot be kept in a cache; pass them as rows"
 _OPEN = 1e4
 """A raw gate that lets nothing decay: its logsigmoid is zero in every dtype."""
+_ANEW = -104.0
+"""A log decay that leaves nothing of a state: its exponential is 0 in fp32 (below half the least number there is)."""
 HISTORY_BIAS = 4.0
 """Where the history gate starts: a half-life of about 600 tokens; the recency gate starts at 0, about 16 tokens."""
 
@@ -111,10 +113,21 @@ class Layout:
     Attributes:
         is_token: bool `[B, T]`, or `None` where all are.
         bounds: of sequences in all rows laid one behind the other, from 0 to `B T`; `None` where each row is one.
+        ranks: the same boundaries without a number that the host would have to know, so that a CUDA graph holds for
+            whatever lies in it: int64 `[B, T]`, how many tokens of its sequence come before each, 0 where one begins.
+            For whoever hands a layout to a decoder as `dual_state_layout`; without masks, bounds and caches.
+        shared: what layers made of it that is alike for all of them.
     """
 
     is_token: Tensor | None = None
     bounds: tuple[int, ...] | None = None
+    ranks: Tensor | None = None
+    shared: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows may hold several sequences."""
+        return self.bounds is not None or self.ranks is not None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Layout":
@@ -316,11 +329,13 @@ class DualStateAttention(nn.Module):
             `[B, T, HQ, V]`.
         """
         if self.settings.window is not None:
-            if call.held is not None and call.layout.bounds is not None:
+            if call.held is not None and call.layout.is_packed:
                 raise ValueError(_PACKED_CACHE)
             held = call.held if isinstance(call.held, WindowCacheLayer) else None
-            window = Window(self.settings.window, self.settings.sinks)
-            return attend_window(q, k, v, scaling, window, call.layout.is_token, call.layout.bounds, held)
+            window, layout = Window(self.settings.window, self.settings.sinks), call.layout
+            if layout.ranks is not None:
+                return attend_window_by_ranks(q, k, v, scaling, window, layout.ranks, layout.shared)
+            return attend_window(q, k, v, scaling, window, layout.is_token, layout.bounds, held)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         # Norms of queries and keys in a layer that is trained in fp32 give fp32, whatever the rest is in.
         q, k = (x.to(v.dtype) for x in self._directions(q, k, call.hidden))
@@ -346,17 +361,21 @@ class DualStateAttention(nn.Module):
                 q, k, v, before, gate=gate, mixture=self.mixture.contiguous(), normaliser=NORMALISER, floor=FLOOR,
                 scale=scaling,
             )  # fmt: skip
-        bounds = call.layout.bounds
+        bounds, ranks = call.layout.bounds, call.layout.ranks
+        if call.layout.is_packed and held is not None:
+            raise ValueError(_PACKED_CACHE)
         if bounds is not None:
-            if held is not None:
-                raise ValueError(_PACKED_CACHE)
             q, k, v, gate = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, gate))
+        decays = log_decays(gate)
+        if ranks is not None:
+            # The first token of a sequence leaves nothing of what came before it.
+            decays = decays.masked_fill((ranks == 0)[:, :, None, None, None], _ANEW)
         shares = _wide(self.mixture).softmax(0)
         if _operator is None:
-            output, state = portable_dual_state(q, k, v, log_decays(gate), shares, scaling, before, bounds)
+            output, state = portable_dual_state(q, k, v, decays, shares, scaling, before, bounds)
         else:
             output, state = _operator(
-                q, k, v, log_decays(gate), shares, scale=scaling, initial_state=before,
+                q, k, v, decays, shares, scale=scaling, initial_state=before,
                 output_final_state=held is not None, impl=self.kernel,
                 cu_seqlens=None if bounds is None else torch.tensor(bounds),
             )  # fmt: skip
@@ -448,7 +467,11 @@ def announce_layout(model: nn.Module) -> None:
         decoder.register_forward_pre_hook(_tell_layout, with_kwargs=True)
 
 
-def _tell_layout(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _tell_layout(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    if _LAYOUT in kwargs:
+        return None
     named = dict(zip(("input_ids", "attention_mask", "position_ids"), args, strict=False))
     layout = Layout.of({**named, **kwargs})
     kwargs.pop("cu_seqlens", None)
@@ -494,13 +517,18 @@ def gate_similarity(decays: Tensor, is_token: Tensor | None = None) -> Tensor:
         decays: log decays `[B, T, states, H, K]`; the gates are their exponentials.
         is_token: bool `[B, T]`; others do not count.
     """
+    mean = token_similarity(decays)
+    return mean.mean() if is_token is None else mean[is_token].mean()
+
+
+def token_similarity(decays: Tensor) -> Tensor:
+    """The same of every token, `[B, T]`, over all pairs of states."""
     gates = F.normalize(decays.exp().flatten(3), dim=-1)
     states = gates.shape[2]
     if states == 1:
-        return decays.sum() * 0.0
+        return decays.flatten(2).sum(-1) * 0.0
     pairs = (gates @ gates.mT).flatten(2).sum(-1) - states
-    mean = pairs / (states * (states - 1))
-    return mean.mean() if is_token is None else mean[is_token].mean()
+    return pairs / (states * (states - 1))
 
 
 def _normal(like: Tensor, std: float, generator: torch.Generator | None) -> Tensor:

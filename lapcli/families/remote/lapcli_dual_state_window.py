@@ -5,6 +5,7 @@ Written by lapcli beside models that it converted. Licence: Apache 2.0.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,50 @@ def equal_memory_window(
     """
     per_token = (key_width + value_width) * kv_bytes
     return max(1, states * width * key_width * value_width * state_bytes // per_token)
+
+
+def attention_mask(ranks: Tensor, dtype: torch.dtype, window: Window | None = None) -> Tensor:
+    """What a token sees of its own packed sequence, as a number that is added to the scores: 0, or -inf.
+
+    Args:
+        ranks: int64 `[B, T]`, how many tokens of its sequence come before each; 0 where one begins.
+        dtype: of the queries.
+        window: what a token sees; `None` for all up to itself.
+
+    Returns:
+        `[B, 1, T, T]`. PyTorch makes the same of a mask of truth values, once more in each layer.
+    """
+    now, then = ranks.unsqueeze(2), ranks.unsqueeze(1)
+    sequence = (ranks == 0).cumsum(1)
+    seen = (then <= now) & (sequence.unsqueeze(2) == sequence.unsqueeze(1))
+    if window is not None:
+        seen &= (then < window.sinks) | (then > now - window.last)
+    return torch.zeros(seen.shape, dtype=dtype, device=ranks.device).masked_fill_(~seen, -torch.inf).unsqueeze(1)
+
+
+def attend_window_by_ranks(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: Window, ranks: Tensor, shared: dict[Any, Tensor]
+) -> Tensor:
+    """`attend_window` over packed sequences whose boundaries are a tensor; no shape depends on what lies in it.
+
+    Args:
+        q: `[B, HQ, T, d]`.
+        k: `[B, H, T, d]`.
+        v: `[B, H, T, V]`.
+        scaling: the read scale.
+        window: what a token sees.
+        ranks: as for `attention_mask`.
+        shared: what layers of one pass keep for each other; written.
+
+    Returns:
+        `[B, T, HQ, V]`.
+    """
+    key = ("window", window, q.device, q.dtype)
+    if key not in shared:
+        shared[key] = attention_mask(ranks, q.dtype, window)
+    # With a mask, kernels of CUDA take no grouped heads: PyTorch would fall back to whole matrices of weights.
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, shared[key], scale=scaling).transpose(1, 2)
 
 
 def attend_window(
