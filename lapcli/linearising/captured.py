@@ -11,6 +11,7 @@ cannot be captured, training goes on without a graph, and says so.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -267,27 +268,34 @@ def record_cuda_graph(
     Raises:
         RuntimeError: it cannot be captured: it waits for the device, for one.
     """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    now, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(now)
     with torch.cuda.device(device), torch.cuda.stream(stream):
         call()
         with _refusing_to_wait():
-            # A capture that fails in its middle is worse than this.
+            # A capture that fails in its middle leaves more behind than this.
             call()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    now.wait_stream(stream)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    # Other threads read text meanwhile, and need not stop.
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = call()
+    try:
+        # Other threads read text meanwhile, and need not stop.
+        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = call()
+    finally:
+        # A capture that cannot be ended does not give the stream back.
+        torch.cuda.set_stream(now)
     return graph.replay, found
 
 
 @contextlib.contextmanager
 def _refusing_to_wait() -> Generator[None]:
-    """Have PyTorch raise where it would wait for a device, for the time of the context."""
+    """Have PyTorch raise where it would wait for a device, in any thread, for the time of the context."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # It says that it does not know of every such operation: a capture does.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

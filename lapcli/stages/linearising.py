@@ -8,6 +8,7 @@ artifacts up to its own, so that any fraction can be written out later, and a co
 Source: arXiv 2506.09316, Sec. 4.3 and 4.4.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -44,6 +45,7 @@ from lapcli.reporting import Reporter, SilentReporter
 from lapcli.stages.calibration import check_length
 from lapcli.stages.dual_state_writing import write_converted
 from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_stale, sliced_lineage
+from lapkernels._triton import quick_searches
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,9 @@ def linearise_into(
     machine, reporter = machine or Machine(), reporter or SilentReporter()
     _refuse_half_on_cpu(machine, plan.source.config)
     place = plan.place
-    with RunDirectory(place.root).lock():
+    # The first layer waits for kernels that are searched among hundreds.
+    searching = quick_searches() if machine.torch_device().type == "cuda" else contextlib.nullcontext()
+    with RunDirectory(place.root).lock(), searching:
         if plan.overwrite:
             _forget(place)
         worked = _keep_base(plan, reporter)

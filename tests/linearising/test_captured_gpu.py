@@ -130,13 +130,9 @@ def test_a_captured_step_waits_for_nothing_and_gives_its_memory_back():
         step(pair, captured, BATCHES[0])
         assert capturing.failure is None
         held = torch.cuda.memory_reserved()
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with subject._refusing_to_wait():
             own, kl, _tokens = captured(BATCHES[1])
             (own + kl).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
         with torch.no_grad():
             validated = captured(BATCHES[1])
         assert torch.equal(validated[0], own)
