@@ -148,8 +148,9 @@ class SyntheticStream:
     """
 
     def __init__(self, vocabulary: int, seq_len: int, seed: int = 0):
-        self._vocabulary, self._seq_len = vocabulary, seq_len
-        self._chance = torch.Generator().manual_seed(seed)
+        self._vocabulary, self._seq_len, self._seed = vocabulary, seq_len, seed
+        self.reporter: Reporter = SilentReporter()
+        self.restore({"given": 0})
 
     @property
     def share(self) -> tuple[int, int]:
@@ -158,6 +159,7 @@ class SyntheticStream:
 
     def __next__(self) -> PackedSequence:
         """Documents begin anywhere, `_DOCUMENT` tokens apart on average."""
+        self._given += 1
         ids = torch.randint(self._vocabulary, (self._seq_len,), generator=self._chance)
         begins = torch.rand(self._seq_len, generator=self._chance) < 1 / _DOCUMENT
         begins[0] = True
@@ -168,12 +170,14 @@ class SyntheticStream:
         return [next(self) for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
-        """Nothing: no training goes on with it."""
-        return {}
+        """How many were given."""
+        return {"given": self._given}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Nowhere to go."""
-        raise NotImplementedError("a benchmark begins anew")
+        """Go on behind so many: they are drawn once more."""
+        self._chance, self._given = torch.Generator().manual_seed(self._seed), 0
+        while self._given < state["given"]:
+            next(self)
 
 
 def recovery_benchmark(

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from math import ceil, isfinite
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,10 +50,14 @@ from lapcli.training.distillation import Sums, total
 from lapcli.training.distributed import Objective, Parallel, Sharding, local, nothing_of, unwrapped
 from lapcli.training.optimisers import optimiser_of
 from lapcli.training.packing import PackedBatch, reads_packing
+from lapcli.training.prefetch import ReadAhead
 from lapcli.training.schedule import learning_rate_factor
-from lapcli.training.stream import PackedSequence
+from lapcli.training.stream import PackedSequence, Stream
 
 CHECKPOINTS = "checkpoints"
+
+STEPS_AHEAD = 4
+"""So many steps' sequences lie ready at most, of 8 bytes a token."""
 
 Watch = Callable[[], contextlib.AbstractContextManager[Callable[[], Mapping[str, Any]]]]
 
@@ -159,31 +163,6 @@ class TrainingEnd:
     last: Measured | None
     checkpoint: Path
     stopped: str | None = None
-
-
-class Stream(Protocol):
-    """What is asked of a stream (`lapcli.training.stream.TrainingStream`)."""
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """The rank that its sequences are for, and the number of ranks; read where there are several."""
-        ...
-
-    def __next__(self) -> PackedSequence:
-        """The next sequence."""
-        ...
-
-    def held_out(self, count: int) -> Sequence[PackedSequence]:
-        """Sequences that are never given."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Where it stands."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on there."""
-        ...
 
 
 def training_lineage(
@@ -363,7 +342,10 @@ class _Loop:
             autocast=execution.autocast,
         )
         self.parallel = Parallel(self.objective, processes, execution.sharding, device)
-        self.stream, self.settings, self.execution, self.processes = stream, settings, execution, processes
+        self.settings, self.execution, self.processes = settings, execution, processes
+        self.count = settings.batch // processes.size
+        """Sequences of a step that this process takes."""
+        self.stream = ReadAhead(stream, STEPS_AHEAD * self.count)
         self.on_step, self.on_validation, self.watch, self.doing = on_step, on_validation, watch, doing
         self.reporter = reporter if processes.leader else SilentReporter()
         self.checkpoints = Checkpoints(
@@ -396,9 +378,11 @@ class _Loop:
         stopped = None
         try:
             with (
+                self.stream,
                 self.reporter.task(self.doing, total=self.settings.steps, unit="steps") as task,
                 _finishing_steps() as stop,
             ):
+                self.stream.begin((self.settings.steps - self.step) * self.count)
                 task.advance(self.step)
                 while True:
                     share = self._meet(stop.number)
@@ -474,15 +458,14 @@ class _Loop:
         """
         sequences, batches = [], []
         failure: Exception | None = None
-        count = self.settings.batch // self.processes.size
         if not signal and self.step < self.settings.steps:
             try:
-                sequences = [next(self.stream) for _ in range(count)]
+                sequences = [next(self.stream) for _ in range(self.count)]
                 batches = self._batches(sequences)
             except Exception as error:
                 failure = error
         passes = [self.objective.passes(batch) for batch in batches]
-        room = [0] * (ceil(count / self.execution.micro_batch) - len(passes))
+        room = [0] * (ceil(self.count / self.execution.micro_batch) - len(passes))
         positions = sum(len(sequence.ids) for sequence in sequences)
         mine = [signal, failure is not None, sum(map(_counted, batches)), positions, *passes, *room]
         found = self._of_all(mine)

@@ -16,11 +16,11 @@ is between two rounds of the ranks and says nothing of their number, so another 
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from lapcli.training.records import HubRecords, Place, Record, Records, open_rec
 
 WINDOW_PIECES = BUFFER_PIECES
 """Pieces that are shuffled together; a window ends with a document, so that it may hold some more."""
+
+ENCODED_CHARACTERS = 2**17
+"""Pieces of a window are given to the tokenizer together up to so many characters, which it may spread over threads."""
 
 STATE_VERSION = 1
 
@@ -71,16 +74,52 @@ class PackedSequence:
         return self.ids.index_fill(0, torch.tensor(self.starts), IGNORED)
 
 
+class Stream(Protocol):
+    """What training asks of a stream (`TrainingStream`).
+
+    Attributes:
+        reporter: hears what is to be said of the source; another one may take its place between two sequences.
+    """
+
+    reporter: Reporter
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The rank that its sequences are for, and the number of ranks; read where there are several."""
+        ...
+
+    def __next__(self) -> PackedSequence:
+        """The next sequence. After an error it stays behind the last one it gave, to be asked again."""
+        ...
+
+    def held_out(self, count: int) -> Sequence[PackedSequence]:
+        """Sequences that are never given."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands; what it gives later does not change that."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        ...
+
+
 def stack_sequences(sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:
     """A batch by the names of a model's arguments: `input_ids`, `position_ids` and `labels`, int64 `[B, T]`.
 
     `position_ids` alone tell lapcli's models where documents begin, in any number of rows. A stock model reads
     none from them (`lapcli.training.packing`).
     """
+    ids = torch.stack([sequence.ids for sequence in sequences])
+    places = [row * ids.shape[1] + start for row, sequence in enumerate(sequences) for start in sequence.starts]
+    begins = torch.zeros_like(ids, dtype=torch.bool)
+    begins.view(-1)[torch.tensor(places)] = True
+    places_in_row = torch.arange(ids.shape[1]).expand_as(ids)
     return {
-        "input_ids": torch.stack([sequence.ids for sequence in sequences]),
-        "position_ids": torch.stack([sequence.position_ids for sequence in sequences]),
-        "labels": torch.stack([sequence.labels for sequence in sequences]),
+        "input_ids": ids,
+        "position_ids": places_in_row - places_in_row.where(begins, 0).cummax(1).values,
+        "labels": ids.masked_fill(begins, IGNORED),
     }
 
 
@@ -101,6 +140,9 @@ class TrainingStream:
         joined: whether a sequence says only where it begins itself, so that a state runs on from one document to the
             next and the first token of a document is predicted too.
         reporter: hears when a source begins again; give it to one rank only.
+
+    Attributes:
+        reporter: the same; another one may take its place.
 
     Raises:
         DataError: a `seq_len` below 2, or what can be said of a source before reading it. While iterating: whatever
@@ -128,7 +170,7 @@ class TrainingStream:
         self.seq_len, self._rank, self._world = seq_len, rank, world
         self._source, self._tokenizer, self._seed, self._text_field = source, tokenizer, seed, text_field
         self._joined = joined
-        self._reporter = reporter or SilentReporter()
+        self.reporter: Reporter = reporter or SilentReporter()
         self._mixture = parse_mixture(source)
         for part in self._mixture:
             check_source(part.name)
@@ -290,7 +332,7 @@ class TrainingStream:
             self.seq_len,
             f"{self._seed}/{index}",
             self._joined,
-            self._reporter,
+            lambda text: self.reporter.notice(text),
             once,
         )
 
@@ -341,13 +383,13 @@ class _Part:
         seq_len: int,
         seed: str,
         joined: bool,
-        reporter: Reporter,
+        notice: Callable[[str], None],
         once: bool,
     ):
         self.source = source
         self.left_out: frozenset[_PieceName] = frozenset()
         self._records, self._tokenizer, self._separators = records, tokenizer, separators
-        self._seq_len, self._seed, self._joined, self._reporter, self._once = seq_len, seed, joined, reporter, once
+        self._seq_len, self._seed, self._joined, self._notice, self._once = seq_len, seed, joined, notice, once
         self.go_to(_PartPlace())
 
     def go_to(self, place: _PartPlace) -> None:
@@ -356,7 +398,7 @@ class _Part:
         self._reader: Iterator[Record] | None = None
         self._window: list[tuple[_PieceName, Piece]] | None = None
         self._end: Place = {}
-        self._ids: list[int] | None = None
+        self._ids: dict[int, list[int]] = {}
 
     def next_sequence(self) -> tuple[PackedSequence, list[_PieceName]]:
         """The next sequence, and the pieces that are in it."""
@@ -382,16 +424,16 @@ class _Part:
             if self._window is None:
                 self._window = self._read_window()
             if place.index < len(self._window):
-                name, piece = self._window[place.index]
-                if self._ids is None:
-                    self._ids = [] if name in self.left_out else self._encode(piece)
-                if place.used < len(self._ids):
-                    return name, self._ids
-                place.tokens += len(self._ids)
-                place.index, place.used, self._ids = place.index + 1, 0, None
+                if place.index not in self._ids:
+                    self._ids = self._encode(self._window, place.index)
+                ids = self._ids[place.index]
+                if place.used < len(ids):
+                    return self._window[place.index][0], ids
+                place.tokens += len(ids)
+                place.index, place.used = place.index + 1, 0
             elif self._window:
                 place.window, place.start, place.index = place.window + 1, self._end, 0
-                self._window = None
+                self._window, self._ids = None, {}
             else:
                 self._begin_again()
 
@@ -432,15 +474,33 @@ class _Part:
                 f"{fewer if self.left_out else shorter}, or name a longer text with --data.",
             )
         if place.epoch == 0:
-            self._reporter.notice(
+            self._notice(
                 f"'{name}' is used up after {place.tokens} tokens and begins again, in another order each time."
             )
         self.go_to(_PartPlace(epoch=place.epoch + 1, given=place.given))
 
-    def _encode(self, piece: Piece) -> list[int]:
-        before = self._separators.before if piece.first else ()
-        after = self._separators.after if piece.last else ()
-        return [*before, *self._tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"], *after]
+    def _encode(self, window: Sequence[tuple[_PieceName, Piece]], begin: int) -> dict[int, list[int]]:
+        """The tokens of the piece that is `begin`th in a window and of some behind it; none of what is left out."""
+        found: dict[int, list[int]] = {}
+        texts: dict[int, str] = {}
+        room = ENCODED_CHARACTERS
+        for index in range(begin, len(window)):
+            name, piece = window[index]
+            if name in self.left_out:
+                found[index] = []
+                continue
+            if texts and len(piece.text) > room:
+                break
+            texts[index] = piece.text
+            room -= len(piece.text)
+        if texts:
+            encoded = self._tokenizer(list(texts.values()), add_special_tokens=False, verbose=False)["input_ids"]
+            for index, ids in zip(texts, encoded, strict=True):
+                piece = window[index][1]
+                before = self._separators.before if piece.first else ()
+                after = self._separators.after if piece.last else ()
+                found[index] = [*before, *ids, *after]
+        return found
 
 
 def _made_with(state: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lapcli.errors import ArtifactError, DataError, FamilyError, ModelError
 from lapcli.families.loading import load_model, load_tokenizer
 from lapcli.families.source import resolve_model
 from lapcli.parallel import ALONE
-from lapcli.reporting import SilentReporter
+from lapcli.reporting import Reporter, SilentReporter
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.testing.processes import run_forked
 from lapcli.testing.slices import random_kept, sliced_by
@@ -612,6 +612,7 @@ class Same:
 
     def __init__(self):
         self.row = sequence(*documents(32))
+        self.reporter: Reporter = SilentReporter()
 
     def __next__(self):
         return self.row

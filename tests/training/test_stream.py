@@ -23,6 +23,8 @@ from lapcli.data import files
 from lapcli.data.builtin import load_builtin
 from lapcli.data.files import read_path
 from lapcli.errors import DataError
+from lapcli.families.loading import load_tokenizer
+from lapcli.families.source import resolve_model
 from lapcli.models.loss import IGNORED, next_token_labels
 from lapcli.models.tokens import Packing
 from lapcli.reporting import SilentReporter
@@ -44,7 +46,9 @@ class Bytes:
     def get_vocab(self) -> dict[str, int]:
         return {str(i): i for i in range(self._words)}
 
-    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True, verbose: bool = True) -> dict[str, Any]:
+        if isinstance(text, list):
+            return {"input_ids": [[BOS] * add_special_tokens + list(each.encode()) for each in text]}
         return {"input_ids": [BOS] * add_special_tokens + list(text.encode())}
 
 
@@ -407,6 +411,21 @@ def test_it_says_once_that_a_source_begins_again(tmp_path: Path):
     again.restore(made.state())
     take(again, 40)
     assert len(reporter.notices) == 1
+
+
+@pytest.mark.parametrize("source", ["jsonl", "mixture", "long-documents", "builtin"], indirect=True)
+def test_how_many_pieces_are_tokenised_together_changes_nothing(source: str, monkeypatch: pytest.MonkeyPatch):
+    def sequences(tokenizer: Any) -> tuple[list[PackedSequence], dict[str, Any]]:
+        made = make(source, tokenizer=tokenizer)
+        made.held_out(2)
+        return take(made, 40), made.state()
+
+    for tokenizer in (Bytes(), load_tokenizer(resolve_model("demo:gdn"))):
+        found = []
+        for characters in (1, 100, stream.ENCODED_CHARACTERS):
+            monkeypatch.setattr(stream, "ENCODED_CHARACTERS", characters)
+            found.append(sequences(tokenizer))
+        assert all(same(one, found[0][0]) and state == found[0][1] for one, state in found)
 
 
 def test_boundaries_are_where_documents_begin(tmp_path: Path):
