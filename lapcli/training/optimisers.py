@@ -35,7 +35,8 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).float()
+    # Laid out as parameters are, by the copy that widens: else lists of tensors are gone through one by one.
+    return (x.mT if tall else x).to(torch.float32, memory_format=torch.contiguous_format)
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -63,20 +64,27 @@ class MuonAdamW(torch.optim.AdamW):
         return loss
 
     def _step_of_matrices(self, group: dict[str, Any]) -> None:
-        alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                alike[parameter.shape].append(parameter)
+        """One step of all matrices, whose parts are one kernel each for those of a shape or for all, not for each."""
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return
+        momenta = [self._momentum(parameter) for parameter in parameters]
+        gradients = [cast(Tensor, parameter.grad).float() for parameter in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - _MOMENTUM)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)  # pyright: ignore[reportPrivateImportUsage]
+        alike: dict[torch.Size, list[int]] = defaultdict(list)
+        for index, parameter in enumerate(parameters):
+            alike[parameter.shape].append(index)
         rate = group["lr"]
-        for shape, parameters in alike.items():
-            gradients = torch.stack([cast(Tensor, parameter.grad).float() for parameter in parameters])
-            momenta = torch.stack([self._momentum(parameter) for parameter in parameters])
-            momenta.lerp_(gradients, 1 - _MOMENTUM)
-            steps = orthogonalised(gradients.lerp_(momenta, _MOMENTUM)) * (rate * _STEP_SIZE * max(shape) ** 0.5)
-            for parameter, momentum, change in zip(parameters, momenta, steps, strict=True):
-                self._momentum(parameter).copy_(momentum)
-                self.state[parameter]["step"] += 1
-                parameter.mul_(1 - rate * group["weight_decay"]).sub_(change)
+        changes = list(gradients)
+        for shape, indices in alike.items():
+            ahead = torch.stack([gradients[index] for index in indices])
+            ahead.lerp_(torch.stack([momenta[index] for index in indices]), _MOMENTUM)
+            steps = orthogonalised(ahead) * (rate * _STEP_SIZE * max(shape) ** 0.5)
+            for index, change in zip(indices, steps.unbind(), strict=True):
+                changes[index] = change
+        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_sub_(parameters, changes)  # pyright: ignore[reportPrivateImportUsage]
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
