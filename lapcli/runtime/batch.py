@@ -12,7 +12,7 @@ from torch import Tensor
 from lapcli.errors import UsageError
 from lapcli.runtime.engine import Engine, Filling, Prefilled
 from lapcli.runtime.pages import PAGE
-from lapcli.runtime.sampling import Choices, Mode, choose, mode_of
+from lapcli.runtime.sampling import Choices, Mode, choose, mode_of, rows_together
 from lapcli.runtime.settings import Event, GenerationSettings, Reason, TokenScores
 from lapcli.runtime.text import TextStream
 
@@ -424,12 +424,12 @@ class Batch:
     ) -> list[tuple[int, tuple[TokenScores, ...]]]:
         """Choose what follows the prompts, by the same rule as a step does; each with its scores."""
         device = self.engine.device
-        choices = Choices(len(rows), device)
+        choices = Choices(len(rows), device, self.engine.steps.choices.scores)
         _fill(choices, rows)
         positions = torch.tensor([len(row.sequence) for row in rows], device=device)
         logits = torch.stack([found.logits for found in done])
         tokens = choose(logits, positions, choices, _mode(rows))
-        return _Flight(list(rows), tokens, None, _scores(rows, logits, tokens)).landed()
+        return _Flight(list(rows), tokens, None, _scores(rows, logits, tokens, choices)).landed()
 
     def _launch(self) -> _Flight:
         """Start a step for all active rows."""
@@ -442,7 +442,7 @@ class Batch:
             self._changed = False
         longest = max(engine.slots.positions[row.slot] for row in rows if row.slot is not None) + 1
         logits = engine.steps.run(len(rows), self._mode, longest=longest)
-        scores = _scores(rows, logits, engine.steps.tokens)
+        scores = _scores(rows, logits, engine.steps.tokens, engine.steps.choices)
         for row in rows:
             assert row.slot is not None
             engine.slots.positions[row.slot] += 1
@@ -514,15 +514,21 @@ def _fill(choices: Choices, rows: Sequence[Row]) -> None:
         tensor[: len(rows)].copy_(torch.tensor(values, dtype=tensor.dtype))
 
 
-def _scores(rows: Sequence[Row], logits: Tensor, tokens: Tensor) -> _Scores | None:
-    """Log-probabilities of what was chosen and of the likeliest, of the rows that want them; `None` if none does."""
+def _scores(rows: Sequence[Row], logits: Tensor, tokens: Tensor, choices: Choices) -> _Scores | None:
+    """Log-probabilities of what was chosen and of the likeliest, of the rows that want them; `None` if none does.
+
+    As many rows are looked at together as where tokens are drawn, which takes more memory than this.
+    """
     asking = {number: row.settings.logprobs for number, row in enumerate(rows) if row.settings.logprobs is not None}
     if not asking:
         return None
     numbers = torch.tensor(list(asking), device=logits.device)
-    found, chosen = logits[numbers].float().log_softmax(dim=-1), tokens[numbers]
-    values, ids = found.topk(min(max(asking.values()), found.shape[-1]), dim=-1)
-    own = found.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    chosen, most = tokens[numbers], min(max(asking.values()), logits.shape[-1])
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for some in numbers.split(rows_together(logits.shape[-1], choices.scores)):
+        found = logits[some].float().log_softmax(dim=-1)
+        parts.append((found.gather(-1, tokens[some].unsqueeze(-1)).squeeze(-1), *found.topk(most, dim=-1)))
+    own, values, ids = (torch.cat(each) for each in zip(*parts, strict=True))
     return _Scores(list(asking), list(asking.values()), chosen, own, values, ids)
 
 

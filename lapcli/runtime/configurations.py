@@ -177,10 +177,13 @@ def load_convertible(
             f"the layers of {root} attend to a window with sinks, a control: there is no mixing them with attention",
             "export one configuration (lapcli convert --export), or convert to states",
         )
-    model: Any = load_model(base, device=device, dtype=dtype, weights=weights)
+    device = torch.device(device)
+    # What is offloaded comes to the device when it is needed, so that all of it need not fit there at any time.
+    there = "in memory" if offload and weights == "on device" else weights
+    model: Any = load_model(base, device=device, dtype=dtype, weights=there)
     order = [artifact.lineage.settings["layer"] for artifact in found]
     ranks = {layer: rank for rank, layer in enumerate(order[: numbers[-1]])}
-    bringer = Offload(model.device) if offload else None
+    bringer = Offload(device) if offload else None
     attention: dict[int, nn.Module] = {}
     states: dict[int, nn.Module] = {}
     for layer, rank in sorted(ranks.items()):
@@ -196,7 +199,11 @@ def load_convertible(
             attention[layer] = library
             if bringer is not None:
                 bringer.keep(layer, rank, input_projections(library), output_projection(library))
-    set_kernel(model, kernel, torch.device(device))
+                # Norms, if it has any; its projections are where they come to.
+                library.to(device)
+    if bringer is not None:
+        model.to(device)
+    set_kernel(model, kernel, device)
     quality = {number: _quality(found, number) for number in numbers}
     return Convertible(model, order, numbers, attention, states, quality, bringer)
 

@@ -18,7 +18,7 @@ from lapcli.runtime.configurations import (
 )
 from lapcli.runtime.eager import EagerPlan
 from lapcli.runtime.pages import ALL, Kind, Pages
-from lapcli.runtime.pieces import Pieces
+from lapcli.runtime.pieces import Pieces, lengths_within
 from lapcli.runtime.plans import Plan, Room, make_plan, why_no_plan
 from lapcli.runtime.pools import PagedStates, Slots
 from lapcli.runtime.prefill import OwnPrefiller
@@ -99,6 +99,8 @@ class Engine:
             default: `THIN_ROWS` where that has a compiled kernel, else none.
         few: rows of a step, at most, whose products are those of `lapkernels.few_linear`, 0 for none; default: those of
             the rows and shapes that were measured to be faster than PyTorch's (16 to 64 rows on a Hopper).
+        captured_tokens: of a prompt's pass that is a CUDA graph, at most (`lapcli.runtime.pieces`); default: 2048.
+        scores: see `lapcli.runtime.sampling.Choices`.
 
     Attributes:
         device: where.
@@ -124,6 +126,8 @@ class Engine:
         graphs: bool | None = None,
         thin: int | None = None,
         few: int | None = None,
+        captured_tokens: int | None = None,
+        scores: int | None = None,
     ):
         if max_rows < 1:
             raise UsageError(f"max_rows = {max_rows}: an engine has room for 1 row at least")
@@ -160,7 +164,7 @@ class Engine:
             self.plan.thin = (THIN_ROWS if compiled else 0) if thin is None else thin
             self.plan.few = few
         if graphs and isinstance(prefiller := self.plan.prefiller, OwnPrefiller):
-            prefiller.pieces = Pieces(model, capture=True)
+            prefiller.pieces = Pieces(model, capture=True, lengths=lengths_within(captured_tokens))
         self._path = DecodePath("eager", "", False, why) if why else self._fused_path(impl, graphs)
         self.slots = Slots(max_rows)
         # What rows go through, by how many layers are converted.
@@ -175,7 +179,8 @@ class Engine:
             states={layer: pool for layer, pool in self.plan.recurrent.items() if isinstance(pool, PagedStates)},
             kinds=list(self._kinds.values()),
         )
-        self.steps = Steps(self.plan, max_rows, self.device, capture=graphs, blocks=len(self.pages.states))
+        blocks = len(self.pages.states)
+        self.steps = Steps(self.plan, max_rows, self.device, capture=graphs, blocks=blocks, scores=scores)
         self.configurations: tuple[Configuration, ...] = (
             (only_configuration(model, self.plan.recurrent, self.plan.attention),)
             if self._convertible is None
@@ -216,7 +221,7 @@ class Engine:
             trust_remote_code: whether code in the model's directory may run.
             configurations: of a conversion, see `load_convertible`.
             offload: likewise.
-            room: `max_rows`, `max_length`, `kv_bytes`, `state_dtype`, `graphs` of the engine.
+            room: further arguments of the engine.
 
         Raises:
             ArtifactError: a conversion that does not hold what is asked for.
@@ -264,7 +269,7 @@ class Engine:
             dtype: of weights and activations.
             seed: of the weights.
             kernel: see `KERNELS`.
-            room: `max_rows`, `max_length`, `kv_bytes`, `state_dtype`, `graphs` of the engine.
+            room: further arguments of the engine.
 
         Raises:
             ModelError: neither lapcli nor transformers knows the type.
@@ -559,10 +564,16 @@ class Engine:
         The first step of a kind that has no graph of its own has to wait until it is captured, but for no longer than
         that, and not while captures would take more than a twentieth of the time: then it runs as the one for any rows.
         """
-        numbers = [configuration.converted for configuration in self.configurations]
-        span = None if self._convertible is None else (numbers[0], numbers[-1])
         self.steps.seldom = True
-        self.steps.warm_up(self.steps.buckets, ["filtered"], [span])
+        # The largest first: others find room in the memory that it leaves, and not the other way round.
+        self.steps.warm_up(self.steps.buckets[::-1], ["filtered"], [self.widest])
+
+    @property
+    def widest(self) -> Span:
+        """What any step's rows are within."""
+        if self._convertible is None:
+            return None
+        return self.configurations[0].converted, self.configurations[-1].converted
 
     def nbytes(self) -> dict[str, int]:
         """Bytes on the device: `weights`, and of all rows `states`, `convolutions` and `attention`, keys and values.

@@ -160,6 +160,8 @@ class LayerNorm(Norm):
 def fused(linears: Sequence[nn.Linear], own_bias: Sequence[nn.Linear] = ()) -> tuple[Tensor, Tensor | None]:
     """The weights of linear layers of one input below each other, as one matrix; the layers become views of it.
 
+    Layers that are views of such a matrix already stay where they are.
+
     Args:
         linears: layers of one input; either all or none has a bias.
         own_bias: those among them whose bias, if any, is left out.
@@ -170,6 +172,12 @@ def fused(linears: Sequence[nn.Linear], own_bias: Sequence[nn.Linear] = ()) -> t
     weights = [linear.weight for linear in linears]
     counts = [len(weight) for weight in weights]
     total = -(-sum(counts) // _ALIGN) * _ALIGN
+    there = _below_each_other(weights, total)
+    biases = [None if any(linear is other for other in own_bias) else linear.bias for linear in linears]
+    if there is not None and linears[0].bias is None:
+        return there, None
+    if there is not None and (held := _below_each_other(biases, total, counts)) is not None:
+        return there, held
     whole = weights[0].new_zeros(total, weights[0].shape[1])
     bias = None if linears[0].bias is None else weights[0].new_zeros(total)
     start = 0
@@ -182,6 +190,30 @@ def fused(linears: Sequence[nn.Linear], own_bias: Sequence[nn.Linear] = ()) -> t
             linear.bias.data = bias[part]
         start += count
     return whole, bias
+
+
+def _below_each_other(
+    parts: Sequence[Tensor | None], total: int, counts: Sequence[int] | None = None
+) -> Tensor | None:
+    """The tensor of so many rows whose first ones these are, each behind the one before; `None` where there is none.
+
+    Args:
+        parts: contiguous; of `None` nothing is asked.
+        total: rows of the whole.
+        counts: rows of each; default: of what is there.
+    """
+    first = next((part for part in parts if part is not None), None)
+    if first is None:
+        return None
+    storage, row = first.untyped_storage(), first[0].numel() * first.element_size()
+    if storage.nbytes() != total * row:
+        return None
+    counts, start = [len(part) for part in parts if part is not None] if counts is None else counts, 0
+    for part, count in zip(parts, counts, strict=True):
+        if part is not None and (part.data_ptr() != storage.data_ptr() + start * row or not part.is_contiguous()):
+            return None
+        start += count
+    return first.detach().new_empty(0).set_(storage, 0, (total, *first.shape[1:]))
 
 
 def laid_by_tap(taps: Tensor) -> Tensor:

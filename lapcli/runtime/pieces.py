@@ -13,9 +13,15 @@ from torch import Tensor
 
 from lapcli.models.cache import LayerState, RecurrentCache
 from lapcli.models.tokens import PaddedEnd
+from lapkernels.timing import out_of_memory
 
 LENGTHS = (64, 256, 1024, 2048)
 """Tokens of a piece. The last one of a prompt computes no more than four times what it has tokens for."""
+
+
+def lengths_within(tokens: int | None) -> tuple[int, ...]:
+    """Those of `LENGTHS` that are no more than so many tokens, the shortest in any case; all for `None`."""
+    return tuple(length for length in LENGTHS if tokens is None or length <= max(tokens, LENGTHS[0]))
 
 
 class Piece(NamedTuple):
@@ -167,15 +173,41 @@ def captured(
 
     Raises:
         RuntimeError: it cannot be captured.
+        torch.OutOfMemoryError: there is no memory for it.
     """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-        found = call()
+    stream, now = _side_stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(now)
+    try:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                for _ in range(2):
+                    call()
+        finally:
+            now.wait_stream(stream)
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"),
+        ):
+            found = call()
+    except RuntimeError as error:
+        if out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+            # A capture that ran out of memory may fail a second time as it is ended, in other words.
+            raise torch.OutOfMemoryError(str(error.__context__ or error)) from error
+        raise
     return graph, found
+
+
+_side_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device on which all is captured.
+
+    One for all: cuBLAS keeps a workspace for each stream that ever computed a product, 32 MiB on a Hopper.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _side_streams:
+        _side_streams[index] = torch.cuda.Stream(index)
+    return _side_streams[index]

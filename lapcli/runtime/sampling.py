@@ -11,8 +11,8 @@ Mode = Literal["logits", "greedy", "draw", "filtered"]
 
 BYTES_A_SCORE = 48
 """That drawing takes for each score while it is under way: what is sorted and its places, sums, noise, hashes."""
-_SCORES = 2**21
-"""Of which so many are looked at together, 100 MB."""
+SCORES = 2**21
+"""Of which so many are looked at together where nobody says otherwise, 100 MB."""
 _MASK = 0xFFFFFFFF
 _LARGEST = 1 - 2.0**-24
 """The largest fp32 number under 1."""
@@ -24,6 +24,8 @@ class Choices:
     Args:
         rows: how many.
         device: where.
+        scores: that are looked at together where tokens are drawn, at most, but for those of one row; default:
+            `SCORES`.
 
     Attributes:
         temperature: `[rows]`, fp32; 0 takes the likeliest.
@@ -32,7 +34,8 @@ class Choices:
         seed: `[rows]`, int64.
     """
 
-    def __init__(self, rows: int, device: torch.device):
+    def __init__(self, rows: int, device: torch.device, scores: int | None = None):
+        self.scores = scores
         self.temperature = torch.zeros(rows, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int64, device=device)
         self.top_p = torch.ones(rows, device=device)
@@ -74,7 +77,7 @@ def choose(logits: Tensor, positions: Tensor, choices: Choices, mode: Mode) -> T
     """
     if mode == "greedy":
         return logits.argmax(dim=-1)
-    rows, most = len(logits), rows_together(logits.shape[-1])
+    rows, most = len(logits), rows_together(logits.shape[-1], choices.scores)
     if rows > most:
         starts = range(0, rows, most)
         parts = [_chosen(logits[at : at + most], positions[at : at + most], choices.of(at), mode) for at in starts]
@@ -82,9 +85,9 @@ def choose(logits: Tensor, positions: Tensor, choices: Choices, mode: Mode) -> T
     return _chosen(logits, positions, choices, mode)
 
 
-def rows_together(vocabulary: int) -> int:
-    """Rows whose tokens are drawn at a time: more take much memory, and are no faster."""
-    return max(1, _SCORES // vocabulary)
+def rows_together(vocabulary: int, scores: int | None = None) -> int:
+    """Rows whose tokens are drawn at a time, by so many scores together (`SCORES`): more take memory, and are no faster."""
+    return max(1, (SCORES if scores is None else scores) // vocabulary)
 
 
 def _chosen(logits: Tensor, positions: Tensor, choices: Choices, mode: Mode) -> Tensor:

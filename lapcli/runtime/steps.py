@@ -55,6 +55,7 @@ class Steps:
         device: where.
         capture: whether to capture graphs; needs a CUDA device.
         blocks: layers whose states lie in pages.
+        scores: see `Choices`.
 
     Attributes:
         tokens: `[rows]`, int64: what the next step takes in; a step that chooses tokens leaves them here.
@@ -70,12 +71,21 @@ class Steps:
         failure: why it could not.
     """
 
-    def __init__(self, forward: Forward, rows: int, device: torch.device, *, capture: bool, blocks: int = 0):
+    def __init__(
+        self,
+        forward: Forward,
+        rows: int,
+        device: torch.device,
+        *,
+        capture: bool,
+        blocks: int = 0,
+        scores: int | None = None,
+    ):
         self.forward, self.rows, self.device, self.capture = forward, rows, device, capture
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.choices = Choices(rows, device)
+        self.choices = Choices(rows, device, scores)
         self.converted = torch.zeros(rows, dtype=torch.int64, device=device)
         self.blocks = torch.full((blocks, rows), -1, dtype=torch.int32, device=device)
         self.span: Span = None
@@ -224,7 +234,7 @@ class Steps:
     def _kept_step(self, rows: int, mode: Mode) -> Tensor:
         """A step; of many graphs all have their logits in one place, which would else be each one's own for good."""
         logits = self._step(rows, mode)
-        if not self.seldom:
+        if not self.seldom and self._logits is None:
             return logits
         if self._logits is None:
             self._logits = logits.new_empty(self.rows, logits.shape[-1])

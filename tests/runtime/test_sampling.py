@@ -116,7 +116,7 @@ def test_many_rows_are_drawn_as_few_are(monkeypatch):
     for mode in ("draw", "filtered"):
         whole = choose(logits, positions, choices, mode)
         for scores, together in ((50, 1), (100, 2), (249, 4), (300, 6)):
-            monkeypatch.setattr(sampling, "_SCORES", scores)
+            monkeypatch.setattr(sampling, "SCORES", scores)
             assert sampling.rows_together(50) == together
             assert torch.equal(choose(logits, positions, choices, mode), whole)
         monkeypatch.undo()
