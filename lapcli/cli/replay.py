@@ -198,8 +198,9 @@ def _would_simulate(engine: "Engines", file: Path, modes: "list[Mode] | None", w
     costs = replace(costs, window=min(costs.window, engine.max_length or costs.window))
     rooms = {}
     for mode in modes or [None]:
-        _, _, rows, total = plan_mode(mode, costs, wish, engine.memory, engine.max_rows)
-        rooms["simulated" if mode is None else mode.name] = {"rows": rows, "bytes": total or "any number"}
+        plan = plan_mode(mode, costs, wish, engine.memory, engine.max_rows)
+        room = {"rows": plan.rows, "bytes": plan.row_bytes or "any number", "piece": plan.piece}
+        rooms["simulated" if mode is None else mode.name] = room
     return {"costs": f"{file}, of {costs.model}", "engines": rooms}
 
 

@@ -22,6 +22,7 @@ _ROOM = "Room"
 _CONVERTED = "Converted models"
 _LIMITS = "Limits"
 _MACHINE = "This machine"
+_CONTEXT = "CUDA's context: about 0.5 GiB"
 
 
 def register(app: typer.Typer) -> None:
@@ -73,15 +74,16 @@ def run(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="What weights, states, keys and values may take, with its unit: 20GiB. Default: 0.9 of what is free "
-            "on a GPU.",
+            help="What may be held in all, with its unit: 20GiB: weights, what requests keep, and what passes, steps and "
+            "graphs take, but for CUDA's own half a GiB or so. Default: 0.9 of what is free on a GPU.",
             rich_help_panel=_ROOM,
         ),
     ] = None,
     prefill_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Prompt tokens between two steps, at most. Default: 2048 on a GPU, 256 on a CPU.",
+            help="Prompt tokens between two steps, at most; halved where memory is too short for a pass of so many. "
+            "Default: 2048 on a GPU, 256 on a CPU.",
             rich_help_panel=_ROOM,
         ),
     ] = None,
@@ -264,6 +266,9 @@ def _dry(source: "ModelSource", settings: "EngineSettings") -> dict[str, Any]:
         "tokens_of_a_request": settings.max_length,
         "such_a_request": room["longest_request"],
         "rows_together": room["rows"],
+        "tokens_of_a_piece": room["piece"],
+        "beside_weights_and_requests": room.get("beside", {}),
+        **({"outside_memory": _CONTEXT} if settings.device.startswith("cuda") else {}),
         "steps": "fused" if why is None else f"the library's forward pass, row by row ({why})",
         "writes": "nothing",
     }

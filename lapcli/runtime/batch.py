@@ -527,7 +527,9 @@ def _scores(rows: Sequence[Row], logits: Tensor, tokens: Tensor, choices: Choice
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for some in numbers.split(rows_together(logits.shape[-1], choices.scores)):
         found = logits[some].float().log_softmax(dim=-1)
-        parts.append((found.gather(-1, tokens[some].unsqueeze(-1)).squeeze(-1), *found.topk(most, dim=-1)))
+        likeliest = found.topk(most, dim=-1)
+        own = found.gather(-1, tokens[some].unsqueeze(-1)).squeeze(-1)
+        parts.append((own, likeliest.values, likeliest.indices))
     own, values, ids = (torch.cat(each) for each in zip(*parts, strict=True))
     return _Scores(list(asking), list(asking.values()), chosen, own, values, ids)
 

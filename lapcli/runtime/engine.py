@@ -598,6 +598,11 @@ class Engine:
         }
 
     @property
+    def convertible(self) -> Convertible | None:
+        """The model's configurations, where it may come in several."""
+        return self._convertible
+
+    @property
     def layer_bytes(self) -> tuple[int, int]:
         """Bytes of the weights of a layer as attention, and as states; none where no layer is both."""
         return (0, 0) if self._convertible is None else self._convertible.layer_bytes

@@ -192,9 +192,7 @@ def fused(linears: Sequence[nn.Linear], own_bias: Sequence[nn.Linear] = ()) -> t
     return whole, bias
 
 
-def _below_each_other(
-    parts: Sequence[Tensor | None], total: int, counts: Sequence[int] | None = None
-) -> Tensor | None:
+def _below_each_other(parts: Sequence[Tensor | None], total: int, counts: Sequence[int] | None = None) -> Tensor | None:
     """The tensor of so many rows whose first ones these are, each behind the one before; `None` where there is none.
 
     Args:
@@ -213,7 +211,7 @@ def _below_each_other(
         if part is not None and (part.data_ptr() != storage.data_ptr() + start * row or not part.is_contiguous()):
             return None
         start += count
-    return first.detach().new_empty(0).set_(storage, 0, (total, *first.shape[1:]))
+    return first.detach().as_strided((total, *first.shape[1:]), first.stride(), 0)
 
 
 def laid_by_tap(taps: Tensor) -> Tensor:

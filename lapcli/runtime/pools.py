@@ -66,6 +66,11 @@ class RecurrentPool:
         return self.state, self.inputs
 
     @property
+    def state_numbers(self) -> int:
+        """Of a row's states."""
+        return math.prod(self.shape.state)
+
+    @property
     def slot_bytes(self) -> int:
         """Of one slot."""
         return sum(tensor[0].nbytes for tensor in self.tensors())
@@ -123,11 +128,11 @@ class PagedStates(RecurrentPool):
     @property
     def block_bytes(self) -> int:
         """That a row's states take."""
-        return math.prod(self.shape.state) * self.dtype.itemsize
+        return self.state_numbers * self.dtype.itemsize
 
     def lie_in(self, blocks: Tensor, number: int) -> None:
         """Say where the blocks are, `[blocks, bytes or more]` of any dtype, and which of the layers this is."""
-        states = blocks.view(self.dtype)[:, : math.prod(self.shape.state)]
+        states = blocks.view(self.dtype)[:, : self.state_numbers]
         self.state, self.number = states.unflatten(1, self.shape.state), number
         self.inputs = states.new_zeros(len(blocks), self.ring, 0)
 

@@ -86,7 +86,7 @@ def choose(logits: Tensor, positions: Tensor, choices: Choices, mode: Mode) -> T
 
 
 def rows_together(vocabulary: int, scores: int | None = None) -> int:
-    """Rows whose tokens are drawn at a time, by so many scores together (`SCORES`): more take memory, and are no faster."""
+    """Rows whose tokens are drawn at a time, by scores (default `SCORES`): more take much memory, and are no faster."""
     return max(1, (SCORES if scores is None else scores) // vocabulary)
 
 

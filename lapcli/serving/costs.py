@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lapcli.artifacts import atomic_file
 from lapcli.errors import DataError
+from lapcli.serving.memory import Needs
 from lapcli.serving.policy import Configuration
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class FrontCosts(NamedTuple):
 
 NO_FRONT = FrontCosts()
 """For what is asked without one."""
+NO_NEEDS = Needs()
+"""Of an engine of which nobody noted any."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class StepCosts(Curve):
         configurations: that it has, by how much they convert.
         most: of the one with the most; `None` where there is one configuration.
         split_seconds: more of a step for each layer that is attention for some of its rows and states for others.
-        weights_bytes: of the model, all configurations together, and what a step takes beside rows.
+        weights_bytes: of the model, all configurations together.
         layer_bytes: of these, for each layer that is there twice.
         gate_bytes: of these, what a layer has more as states than as attention.
         slot_bytes: of states, for each row that there is room for.
@@ -92,6 +95,7 @@ class StepCosts(Curve):
         page_bytes: of each; 0 where nobody noted it.
         state_bytes: of a converted layer's states: a page, where no layer is attention; 0 where nobody noted it.
         front: what comes before and behind the engine.
+        needs: memory that it takes beside weights and rows.
     """
 
     model: str = ""
@@ -111,6 +115,7 @@ class StepCosts(Curve):
     page_bytes: int = 0
     state_bytes: int = 0
     front: FrontCosts = NO_FRONT
+    needs: Needs = NO_NEEDS
 
     def step(self, rows: int, seen: float, converted: float = 0.0, seen_converted: float = 0.0) -> float:
         """Seconds of a step, but for layers that run in parts.
@@ -139,7 +144,8 @@ class StepCosts(Curve):
     def write(self, path: Path) -> None:
         """Write them as JSON."""
         told = [each.document() for each in self.configurations]
-        document = {**asdict(self), "configurations": told, "front": self.front._asdict()}
+        parts = {"front": self.front._asdict(), "needs": self.needs._asdict()}
+        document = {**asdict(self), "configurations": told, **parts}
         with atomic_file(path) as temporary:
             temporary.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -161,6 +167,7 @@ def read_costs(path: Path) -> StepCosts:
         if found.get("most") is not None:
             found["most"] = Curve(**_curve_of(found["most"], "most."))
         found["front"] = FrontCosts(**_checked(found.get("front", {}), "front.", NO_FRONT._asdict()))
+        found["needs"] = Needs(**_checked(found.get("needs", {}), "needs.", NO_NEEDS._asdict()))
         told = found.pop("configurations", None)
         if told is not None:
             found["configurations"] = _configurations(told)
@@ -239,6 +246,8 @@ def _checked(fields: dict[str, Any], where: str, usual: Mapping[str, Any]) -> di
         kind, least = type(usual[name]), 1 if name in ("rows", "window", "piece") else 0
         if kind is str and not isinstance(value, str):
             raise _Wrong(where + name, value, "a text")
+        if kind is bool and not isinstance(value, bool):
+            raise _Wrong(where + name, value, "true or false")
         if kind in (int, float) and not _is_number(value, kind, least):
             raise _Wrong(where + name, value, f"{'a whole' if kind is int else 'a'} number from {least} on")
     return found
@@ -261,7 +270,13 @@ def _between(points: Sequence[tuple[int, float]], size: int) -> float:
 
 
 def measure_costs(
-    batch: "Batch", *, model: str, window: int, digest: str = "", known: Sequence[Configuration] = ()
+    batch: "Batch",
+    *,
+    model: str,
+    window: int,
+    digest: str = "",
+    known: Sequence[Configuration] = (),
+    needs: Needs | None = None,
 ) -> StepCosts:
     """Measure, with an engine that does nothing else meanwhile.
 
@@ -271,8 +286,9 @@ def measure_costs(
         window: tokens of a request.
         digest: of it.
         known: configurations that there are, where the engine holds the first and the last of them alone.
+        needs: of the engine; default: estimated.
     """
-    from lapcli.serving.worker import beside_rows
+    from lapcli.serving.estimates import estimated
 
     engine, piece = batch.engine, batch.piece or batch.together
     held = told_of(engine)
@@ -284,7 +300,6 @@ def measure_costs(
     if other is not None and rows > 1:
         split = split_cost(batch, rows, (curve.steps[-1][1] + other.steps[-1][1]) / 2)
     weights, (as_attention, as_states) = engine.nbytes()["weights"], engine.layer_bytes
-    beside = beside_rows(engine, window, engine.device)
     return StepCosts(
         **vars(curve),
         model=model,
@@ -296,13 +311,14 @@ def measure_costs(
         configurations=tuple(_between_bytes(each, least, most) for each in known) or tuple(held),
         most=other,
         split_seconds=split,
-        weights_bytes=weights + beside,
+        weights_bytes=weights,
         layer_bytes=as_states,
         gate_bytes=as_states - as_attention,
         slot_bytes=engine.slot_bytes,
         total_bytes=engine.pages.count * engine.pages.page_bytes,
         page_bytes=engine.pages.page_bytes,
         state_bytes=max((pool.block_bytes for pool in engine.pages.states.values()), default=0),
+        needs=needs or estimated(engine, window=window, device=engine.device),
     )
 
 

@@ -10,6 +10,7 @@ from lapcli.errors import LapcliError
 from lapcli.runtime import Batch, Event, GenerationSettings
 from lapcli.serving.logs import log
 from lapcli.serving.protocol import Message
+from lapcli.serving.trials import out_of_memory
 
 _SIGN_OF_LIFE = 1.0
 """Seconds between two messages while there is work, at most."""
@@ -40,13 +41,6 @@ class _Handover(NamedTuple):
     configuration: str
     tokens: int
     since: float
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: on a GPU, or where a CPU's allocator was refused."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 class EngineLoop:

@@ -18,10 +18,11 @@ from lapcli.families.source import resolve_model
 from lapcli.reporting import Reporter
 from lapcli.serving.assembling import refuse_without_the_extra
 from lapcli.serving.costs import StepCosts, measure_costs, read_costs
+from lapcli.serving.memory import Needs
 from lapcli.serving.modes import Conversion, Mode, Served, Wish, find_conversion, holds_conversion, read_conversion
 from lapcli.serving.policy import Configuration
 from lapcli.serving.settings import EngineSettings
-from lapcli.serving.worker import planned, prepare
+from lapcli.serving.worker import planned, prepare, shortage_said
 
 _LAST_LINES = 12
 _ENDS_WITHIN = 90.0
@@ -94,7 +95,7 @@ class Engines(NamedTuple):
         adapts = mode.fraction is None
         return find_conversion(self.model, wish._replace(adapt=True) if adapts else Wish(fraction=mode.fraction))
 
-    def planned(self, modes: list[Mode] | None, wish: Wish) -> dict[str, dict[str, int]]:
+    def planned(self, modes: list[Mode] | None, wish: Wish) -> dict[str, dict[str, Any]]:
         """What engines would have room for, by modes, and by shapes alone; of one that is measured without.
 
         Raises:
@@ -180,8 +181,16 @@ class Engines(NamedTuple):
         assert self.model is not None
         settings, digest, known = self._settings()
         with reporter.task(f"measuring the steps of {self.model}"):
-            batch, _ = prepare(settings)
-            costs = measure_costs(batch, model=self.model, window=settings.max_length, digest=digest, known=known)
+            batch, facts = prepare(settings)
+            with shortage_said(settings, "steps were measured"):
+                costs = measure_costs(
+                    batch,
+                    model=self.model,
+                    window=settings.max_length,
+                    digest=digest,
+                    known=known,
+                    needs=Needs(**facts["needs"]),
+                )
         with reporter.task("measuring what lies around an engine"):
             costs = replace(costs, front=measure_front(settings.model, settings.max_length))
         costs.write(file)

@@ -3,18 +3,17 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lapcli.errors import UsageError
 from lapcli.serving.adaptive import PAPER_CAPS
 from lapcli.serving.costs import StepCosts
+from lapcli.serving.memory import Limits, RowBytes, beside, rows_that_fit, usual_length
 from lapcli.serving.modes import Mode, Wish, parse_caps, policy_of
 from lapcli.serving.policy import Configuration, Policy
 from lapcli.serving.replay_results import Outcome, adapting_figures, summary
 from lapcli.serving.replay_trace import Fitted
-from lapcli.serving.settings import EngineSettings
 from lapcli.serving.simulation import PAGE, Counted, counted_figures, simulate
-from lapcli.serving.worker import rows_that_fit, usual_length
 
 
 def served_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
@@ -70,10 +69,28 @@ def _label(line: str, label: str) -> str | None:
     return None if found is None else found[1]
 
 
+class ModePlan(NamedTuple):
+    """What engines of a mode have.
+
+    Attributes:
+        policy: which configuration a request gets; `None` for the only one.
+        configurations: that it may choose.
+        rows: requests together.
+        row_bytes: of pages; 0 for any number.
+        piece: prompt tokens between two steps, at most.
+    """
+
+    policy: Policy | None
+    configurations: list[Configuration]
+    rows: int
+    row_bytes: int
+    piece: int
+
+
 def plan_mode(
     mode: Mode | None, costs: StepCosts, wish: Wish, memory: int | None = None, max_rows: int | None = None
-) -> tuple[Policy | None, list[Configuration], int, int]:
-    """What engines of a mode have: a policy, configurations, rows, and bytes of pages; 0 for any number.
+) -> ModePlan:
+    """What engines of a mode have.
 
     Arguments and errors are those of `simulate_mode`.
     """
@@ -96,7 +113,7 @@ def plan_mode(
         # Without a layer of attention, whose pages they would lie in, states are pages.
         allowed = [each._replace(fixed_bytes=each.converted * costs.state_bytes) for each in allowed]
         costs = replace(costs, page_bytes=costs.state_bytes)
-    return policy, allowed, *_room(costs, allowed, memory, max_rows)
+    return ModePlan(policy, allowed, *_room(costs, allowed, memory, max_rows))
 
 
 def simulate_mode(
@@ -117,7 +134,7 @@ def simulate_mode(
         fitted: the requests.
         costs: of each engine's work.
         wish: the adaptive mode's caps and limit.
-        memory: bytes of weights, states, keys and values of each engine; `None`: as where costs were measured.
+        memory: bytes of each engine, of all that it holds; `None`: as where costs were measured.
         max_rows: requests that an engine decodes together; `None`: as many as a server makes room for.
         replicas: engines.
         waiting: requests that may wait at each.
@@ -126,11 +143,11 @@ def simulate_mode(
         UsageError: the costs are not of a conversion; the mode cannot be had of it.
         ModelError: memory holds no request.
     """
-    policy, allowed, rows, total = plan_mode(mode, costs, wish, memory, max_rows)
+    policy, allowed, rows, total, piece = plan_mode(mode, costs, wish, memory, max_rows)
     counted = Counted()
     outcomes = simulate(
         fitted.turns,
-        replace(costs, rows=rows),
+        replace(costs, rows=rows, piece=piece),
         replicas=replicas,
         waiting=waiting,
         policy=policy,
@@ -144,10 +161,8 @@ def simulate_mode(
 
 def _room(
     costs: StepCosts, allowed: Sequence[Configuration], memory: int | None, max_rows: int | None
-) -> tuple[int, int]:
-    """Rows, and bytes for keys and values, of an engine that has some of the configurations; 0 for any number."""
-    import torch
-
+) -> tuple[int, int, int]:
+    """Rows, bytes for keys and values (0 for any number), and a piece, of an engine with some of the configurations."""
     slot, page = costs.slot_bytes, costs.page_bytes or 1
 
     def row_bytes(tokens: int, configuration: Configuration) -> int:
@@ -160,22 +175,20 @@ def _room(
     # Layers that are states in some of them and attention in others are there twice.
     first, last = allowed[0].converted, allowed[-1].converted
     spared = costs.layer_bytes * (costs.configurations[-1].converted - (last - first)) - costs.gate_bytes * first
-    if costs.device != "cpu":
-        # There a prompt of full length lies beside its pages for a while.
-        spared += longest_of_all - longest
     if memory is None:
-        rows = max_rows or costs.rows
+        rows, piece = max_rows or costs.rows, costs.piece
         whole = costs.total_bytes >= costs.rows * (longest_of_all - slot) and (
             costs.device == "cpu" or rows <= costs.rows
         )
+        spared += sum(beside(costs.needs, longest_of_all, costs.rows, piece))
+        spared -= sum(beside(costs.needs, longest, rows, piece, states=last > 0))
         left = costs.total_bytes + spared + (costs.rows - rows) * slot
         if whole or not costs.total_bytes:
             # Nothing set an end to them but what rows may take.
             left = rows * (longest - slot) if costs.total_bytes else 0
     else:
-        settings = EngineSettings("", "cpu", "float32", max_length=costs.window, max_rows=max_rows, memory=memory)
         usual = min(row_bytes(usual_length(costs.window), each) for each in allowed)
-        weights = costs.weights_bytes - spared
-        rows, found = rows_that_fit(settings, torch.device("cpu"), weights, slot=slot, usual=usual, longest=longest)
-        left = found or 0
-    return rows, max(0, min(left, rows * (longest - slot)) // page * page)
+        limits = Limits(memory, costs.weights_bytes - spared, max_rows, costs.piece)
+        room = rows_that_fit(limits, RowBytes(slot, usual, longest), costs.needs, states=last > 0)
+        rows, piece, left = room.rows, room.piece, room.row_bytes or 0
+    return rows, max(0, min(left, rows * (longest - slot)) // page * page), piece

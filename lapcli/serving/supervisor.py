@@ -65,9 +65,13 @@ class Supervisor:
             deaths = 1 if time.monotonic() - begun > _LONG_LIFE else deaths + 1
             stillborn = 0 if self._lived else stillborn + 1
             if stillborn >= _STILLBORN or not self.dispatcher.facts:
+                # Nobody else kills processes by that signal, most likely.
+                killed = f"signal {signal.SIGKILL:d} " in why
                 raise ModelError(
                     f"the engine process died while it loaded the model: {why}",
-                    "what it said is above; killed by signal 9 it wanted more memory than there is, most likely",
+                    "it wanted more memory than this machine has, most likely; see dmesg"
+                    if killed
+                    else "what it said is above",
                 )
             pause = 0.0 if deaths == 1 else min(_LONGEST_PAUSE, _PAUSE * 2**deaths)
             log("engine restarts", "warning", why=why, deaths=deaths, after_seconds=pause)
@@ -119,6 +123,11 @@ class Supervisor:
             if isinstance(error, ValueError):
                 confused = f"it said what nobody understands ({error})"
                 process.kill()
+        except LapcliError as error:
+            # Before there ever was an engine nobody knows that there can be one.
+            if not self.dispatcher.facts:
+                raise
+            confused = error.message
         finally:
             watch.cancel()
             self.pid = None
@@ -137,7 +146,8 @@ class Supervisor:
         if message["op"] == "ready":
             self._lived = True
             self.dispatcher.engine_ready(message, self._say)
-            log("engine ready", path=message["path"], rows=message["rows"], bytes=message["bytes"])
+            told = {name: message[name] for name in ("path", "rows", "bytes", "beside") if name in message}
+            log("engine ready", **told)
         elif message["op"] == "fatal":
             raise LapcliError(message["message"], message["hint"])
         else:

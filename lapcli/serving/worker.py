@@ -1,17 +1,18 @@
 """The engine process: `python -m lapcli.serving.worker FD`, with a socket to the front under that descriptor."""
 
+import contextlib
 import gc
-import math
 import os
 import signal
 import socket
 import sys
+from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lapcli.errors import LapcliError, ModelError
 from lapcli.serving.protocol import Inbox, Message, encode
-from lapcli.serving.settings import DEFAULT_CPU_ROWS, MOST_ROWS, EngineSettings
+from lapcli.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
     import torch
@@ -19,13 +20,11 @@ if TYPE_CHECKING:
     from lapcli.families.source import ModelSource
     from lapcli.runtime import Batch, Engine
     from lapcli.serving.loop import Measured
+    from lapcli.serving.memory import Limits, Needs, Room, RowBytes
+    from lapcli.serving.trials import CudaMemory
 
 _SHARE = 0.9
 """Of a GPU's free memory that is taken where nobody says how much."""
-_RESERVE = 0.1
-"""Of that for activations and graphs."""
-_USUAL = 8
-"""Of a request's longest length, the part that a request is taken to have when slots are counted."""
 _MEASURED_ROWS = 8
 """Rows of the steps that are measured at the start, where there are so many."""
 _CPU_PIECE, _GPU_PIECE = 256, 2048
@@ -59,14 +58,16 @@ def main() -> None:
         rest.clear()
         return found or inbox.take(wait=wait)
 
+    settings = EngineSettings(**begin["settings"])
     try:
-        batch, facts = prepare(EngineSettings(**begin["settings"]))
+        batch, facts = prepare(settings)
+        with shortage_said(settings, "steps were measured"):
+            measured = measure(batch)
     except LapcliError as error:
         send({"op": "fatal", "message": error.message, "hint": error.hint})
         return
     from lapcli.serving.loop import EngineLoop
 
-    measured = measure(batch)
     # The libraries' million objects would let Python look for garbage among the old ones far too rarely.
     gc.freeze()
     loop = EngineLoop(batch, take, send, measured)
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
-    """Load the model and make room for rows.
+    """Load the model and make room for rows; on a GPU after measuring what else there will be.
 
     Returns:
         Where rows are decoded, and what the front should know.
@@ -90,58 +91,151 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     import torch
 
     from lapcli.families.loading import load_tokenizer, resolve_model
-    from lapcli.runtime import Batch, Engine
+    from lapcli.runtime import Batch
     from lapcli.serving.costs import told_of
+    from lapcli.serving.trials import CudaMemory, place
 
     source = resolve_model(settings.model)
-    device = torch.device(settings.device)
-    if settings.memory is not None and device.type == "cuda":
-        # What activations take counts, too; what goes beyond it fails here, not in another program.
-        whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.memory / whole), device)
+    device = place(torch.device(settings.device))
+    settings = replace(settings, memory=_memory(settings, device))
+    memory = None if device.type != "cuda" or settings.memory is None else CudaMemory(device, settings.memory)
     tokenizer = load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
-    model = _load(settings, source, device)
-    room: dict[str, Any] = {
+    with shortage_said(settings, "its weights were loaded"):
+        model = _load(settings, source, device)
+    with shortage_said(settings, "room was made"):
+        engine, room, needs = _engine(settings, model, memory)
+    facts = {
+        "max_length": settings.max_length,
+        "rows": room.rows,
+        "vocabulary": engine.vocabulary,
+        "path": str(engine.path),
+        "bytes": engine.nbytes(),
+        "beside": {**room.beside._asdict(), "piece": room.piece, "measured": needs.measured},
+        "row_bytes": engine.row_bytes(settings.max_length),
+        "piece": room.piece,
+        "needs": needs._asdict(),
+        "configurations": [each.document() for each in told_of(engine)],
+    }
+    return Batch(engine, tokenizer, together=room.piece, piece=room.piece), facts
+
+
+def _memory(settings: EngineSettings, device: "torch.device") -> int | None:
+    """Bytes that there may be; `None` for any number, which a CPU has."""
+    import torch
+
+    if settings.memory is None and device.type == "cuda":
+        return int(_SHARE * torch.cuda.mem_get_info(device)[0])
+    return settings.memory
+
+
+@contextlib.contextmanager
+def shortage_said(settings: EngineSettings, doing: str) -> Generator[None]:
+    """Say what memory ran out for, in place of a traceback.
+
+    Raises:
+        ModelError: it did.
+    """
+    from lapcli.serving.trials import out_of_memory, shortly
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        allowed = "" if settings.memory is None else f"; {settings.memory} bytes are allowed (--memory)"
+        raise ModelError(
+            f"{settings.model} on {settings.device}: memory ran out while {doing}: {shortly(error)}{allowed}",
+            "raise --memory, lower --max-length or --max-rows, or see what else takes this device's memory: nvidia-smi"
+            if settings.device.startswith("cuda")
+            else "lower --max-length or --max-rows, or see what else takes memory: free -h",
+        ) from error
+
+
+def _engine(settings: EngineSettings, model: Any, memory: "CudaMemory | None") -> "tuple[Engine, Room, Needs]":
+    """An engine that has begun, what memory is divided into, and what is beside weights and rows."""
+    from lapcli.runtime import Engine
+    from lapcli.serving.estimates import estimated
+    from lapcli.serving.memory import MOST_ROWS, SMALLEST_PIECE, Room, rows_that_fit
+    from lapcli.serving.trials import Model, engine_that_fits, warm_prompts
+
+    def make(room: "Room") -> "Engine":
+        made = Engine(
+            model,
+            max_rows=room.rows,
+            kv_bytes=room.row_bytes,
+            captured_tokens=min(room.piece, settings.max_length),
+            scores=room.scores,
+            **_common(settings),
+        )
+        if memory is not None and made.plan.recurrent:
+            # A state of each row of a pass lies beside the pools; so many are no more than the chunks of one row.
+            made.plan.together = min(made.plan.together, max(1, room.piece // SMALLEST_PIECE))
+        return made
+
+    # An engine of one row says what rows take.
+    engine = Engine(model, max_rows=1, **_common(settings))
+    weights, row = engine.nbytes()["weights"], _row_bytes(engine, settings)
+    limits = _limits(settings, weights)
+    needs = estimated(engine, window=settings.max_length, device=engine.device)
+    states, vocabulary = bool(needs.pass_states), engine.vocabulary
+    # Never two at a time.
+    del engine
+    if memory is None:
+        room = rows_that_fit(limits, row, needs, states=states)
+        engine = make(room)
+        engine.warm_up_for_all()
+        return engine, room, needs
+    assert limits.memory is not None
+    try:
+        guess = rows_that_fit(limits, row, needs, states=states)
+    except ModelError:
+        # Shapes do not say it exactly.
+        guess = Room(1, None, min(limits.piece, SMALLEST_PIECE), vocabulary)
+    most = (limits.memory - weights) // max(1, row.usual)
+    guess = guess._replace(rows=limits.max_rows or max(1, min(MOST_ROWS, most)))
+
+    def begin(engine: "Engine", piece: int) -> None:
+        warm_prompts(engine, piece)
+        engine.warm_up_for_all()
+
+    return engine_that_fits(Model(make, weights, row, vocabulary), memory, limits, guess, begin)
+
+
+def _common(settings: EngineSettings) -> dict[str, Any]:
+    """What all engines of some settings are told."""
+    import torch
+
+    return {
         "max_length": settings.max_length,
         "kernel": settings.kernel,
         "state_dtype": getattr(torch, settings.state_dtype),
     }
-    # An engine of one row says what rows take.
-    engine = Engine(model, max_rows=1, **room)
-    rows, kv_bytes = _rows_of(engine, settings, device, engine.nbytes()["weights"])
-    if rows > 1:
-        engine = Engine(model, max_rows=rows, kv_bytes=kv_bytes, **room)
-    piece = settings.piece or (_GPU_PIECE if device.type == "cuda" else _CPU_PIECE)
-    if device.type == "cuda":
-        warm_prompts(engine, piece)
-    engine.warm_up_for_all()
-    facts = {
-        "max_length": settings.max_length,
-        "rows": rows,
-        "vocabulary": engine.vocabulary,
-        "path": str(engine.path),
-        "bytes": engine.nbytes(),
-        "row_bytes": engine.row_bytes(settings.max_length),
-        "piece": piece,
-        "configurations": [each.document() for each in told_of(engine)],
-    }
-    return Batch(engine, tokenizer, together=piece, piece=piece), facts
 
 
-def warm_prompts(engine: "Engine", piece: int) -> None:
-    """Let prompts' kernels be compiled, and tuned, before a request waits for it: short ones and whole pieces."""
-    longest = max(1, min(piece, engine.max_length - 1))
-    for name in {engine.configurations[0].name, engine.configurations[-1].name}:
-        for tokens in {1, min(200, longest), longest}:
-            found = engine.prefill([engine.vocabulary // 2] * tokens, configuration=name)
-            engine.release(found.slot)
+def _limits(settings: EngineSettings, weights: int) -> "Limits":
+    from lapcli.serving.memory import Limits
+
+    piece = settings.piece or (_GPU_PIECE if settings.device.startswith("cuda") else _CPU_PIECE)
+    return Limits(settings.memory, weights, settings.max_rows, piece, easy=settings.piece is None)
 
 
-def planned(settings: EngineSettings) -> dict[str, int]:
-    """What `prepare` would make room for, by shapes alone: nothing is loaded.
+def _row_bytes(engine: "Engine", settings: EngineSettings) -> "RowBytes":
+    """What rows keep, by an engine of one."""
+    from lapcli.serving.memory import RowBytes, usual_length
+
+    usual, longest = (
+        [engine.row_bytes(tokens, each.name) for each in engine.configurations]
+        for tokens in (usual_length(settings.max_length), settings.max_length)
+    )
+    return RowBytes(engine.slot_bytes, min(usual), max(longest))
+
+
+def planned(settings: EngineSettings) -> dict[str, Any]:
+    """What `prepare` would make room for, by shapes alone: nothing is loaded, and nothing measured.
 
     Returns:
-        Bytes of `weights` and of `longest_request`, and `rows` together.
+        Bytes of `weights` and of `longest_request`, `rows` together, tokens of a `piece`, and what is `beside` (none
+        where memory has no limit), which is estimated.
 
     Raises:
         LapcliError: memory holds no request, or not as many as are wanted; the model cannot be decoded here.
@@ -151,6 +245,8 @@ def planned(settings: EngineSettings) -> dict[str, int]:
     from lapcli.families.loading import resolve_model
     from lapcli.runtime import Engine
     from lapcli.runtime.configurations import Convertible
+    from lapcli.serving.estimates import estimated
+    from lapcli.serving.memory import rows_that_fit, said_of
 
     model = _load(replace(settings, offload=False, kernel="auto"), resolve_model(settings.model), None)
     weights = sum(tensor.nbytes for tensor in _tensors(model))
@@ -158,48 +254,20 @@ def planned(settings: EngineSettings) -> dict[str, int]:
         # Two places on the device are left of all that may be states.
         each = [sum(tensor.nbytes for tensor in module.parameters()) for module in model.attention.values()]
         weights -= sum(sorted(each)[:-2])
-    state_dtype = getattr(torch, settings.state_dtype)
-    engine = Engine(model, max_rows=1, max_length=settings.max_length, state_dtype=state_dtype)
+    engine = Engine(model, max_rows=1, **{**_common(settings), "kernel": "auto"})
     device = torch.device(settings.device)
-    if settings.memory is None and device.type == "cuda":
-        settings = replace(settings, memory=int(_SHARE * torch.cuda.mem_get_info(device)[0]))
-    rows, _ = _rows_of(engine, settings, device, weights)
-    longest = max(engine.row_bytes(settings.max_length, each.name) for each in engine.configurations)
-    return {"weights": weights, "longest_request": longest, "rows": rows}
+    settings = replace(settings, memory=_memory(settings, device))
+    needs = estimated(engine, window=settings.max_length, device=device)
+    row = _row_bytes(engine, settings)
+    room = rows_that_fit(_limits(settings, weights), row, needs, states=bool(needs.pass_states))
+    found: dict[str, Any] = {"weights": weights, "longest_request": row.longest, "rows": room.rows, "piece": room.piece}
+    return found if settings.memory is None else {**found, "beside": said_of(room, needs)}
 
 
 def _tensors(model: Any) -> "set[torch.Tensor]":
     from lapcli.runtime.configurations import Convertible
 
     return {*(model.tensors() if isinstance(model, Convertible) else (*model.parameters(), *model.buffers()))}
-
-
-def _rows_of(
-    engine: "Engine", settings: EngineSettings, device: "torch.device", weights: int
-) -> tuple[int, int | None]:
-    """Rows, and bytes of their pages, as `rows_that_fit` says by an engine of one row."""
-    weights += beside_rows(engine, settings.max_length, device)
-    usual, longest = (
-        [engine.row_bytes(tokens, each.name) for each in engine.configurations]
-        for tokens in (usual_length(settings.max_length), settings.max_length)
-    )
-    return rows_that_fit(settings, device, weights, slot=engine.slot_bytes, usual=min(usual), longest=max(longest))
-
-
-def beside_rows(engine: "Engine", length: int, device: "torch.device") -> int:
-    """Bytes that a step may take beside weights and what rows have, on a GPU, where memory is kept to the byte.
-
-    A prompt that goes through in pieces lies in a cache of its own until it is in its pages; and where tokens are drawn
-    there are scores of many kinds for a while.
-    """
-    from lapcli.runtime.sampling import BYTES_A_SCORE, rows_together
-
-    if device.type != "cuda":
-        return 0
-    prompt = max(engine.row_bytes(length, each.name) for each in engine.configurations)
-    scores = min(MOST_ROWS, rows_together(engine.vocabulary)) * engine.vocabulary * BYTES_A_SCORE
-    # One set of logits for all graphs.
-    return prompt + scores + MOST_ROWS * engine.vocabulary * engine.dtype.itemsize
 
 
 def _load(settings: EngineSettings, source: "ModelSource", device: "torch.device | None") -> Any:
@@ -243,57 +311,6 @@ def measure(batch: "Batch") -> "Measured":
     # Of what was measured nothing is counted.
     batch.mixed_steps = batch.set_back = 0
     return measured
-
-
-def usual_length(longest: int) -> int:
-    """Tokens that a request is taken to have when rows are counted, by the most that one may have."""
-    return longest // _USUAL
-
-
-def rows_that_fit(
-    settings: EngineSettings, device: "torch.device", weights: int, *, slot: int, usual: int, longest: int
-) -> tuple[int, int | None]:
-    """How many rows there is memory for, and for how many bytes of keys and values.
-
-    There are as many slots as there would be rows if each had an eighth of the longest length; pages get all the rest,
-    and one row of full length has room in any case.
-
-    Args:
-        settings: that say how much memory, and how many rows are wanted.
-        device: whose memory it is where they do not.
-        weights: bytes of them, and of all else that does not depend on the rows.
-        slot: bytes of a row whatever its length, which there are for each slot.
-        usual: bytes of a row of the usual length, in the configuration where they are fewest.
-        longest: bytes of a row of the longest length, where they are most.
-
-    Returns:
-        Rows, and bytes; `None` for as many as all rows at full length take.
-
-    Raises:
-        ModelError: not for one, or not for as many as are wanted.
-    """
-    memory = settings.memory
-    if memory is None and device.type == "cuda":
-        import torch
-
-        # Weights are loaded, so they are no longer among what is free.
-        memory = int(_SHARE * torch.cuda.mem_get_info(device)[0]) + weights
-    if memory is None:
-        return settings.max_rows or DEFAULT_CPU_ROWS, None
-    left = int((1 - _RESERVE) * (memory - weights))
-    most = math.inf if slot == 0 else (left - longest + slot) // slot
-    if longest > left or most < (settings.max_rows or 1):
-        others = (settings.max_rows or 1) - 1
-        each = f", and each of {others} others {slot} at least, together {longest + others * slot}" if others else ""
-        enough = weights + math.ceil((longest + others * slot) / (1 - _RESERVE))
-        raise ModelError(
-            f"{memory} bytes hold {weights} of weights, a tenth of the rest is for activations, and that leaves "
-            f"{max(left, 0)} for requests; the longest takes {longest}{each}",
-            f"raise --memory to {enough}B at least, or lower --max-rows or --max-length"
-            + (" (lapcli serve: or --state-dtype)" if slot else ""),
-        )
-    rows = settings.max_rows or max(1, int(min(MOST_ROWS, most, left // usual if usual else MOST_ROWS)))
-    return rows, left - rows * slot
 
 
 if __name__ == "__main__":

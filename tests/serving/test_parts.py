@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -19,12 +18,14 @@ from lapcli.serving.dispatch import Dispatcher
 from lapcli.serving.jobs import FairQueue, Job
 from lapcli.serving.keys import ApiKeys, read_keys
 from lapcli.serving.loop import EngineLoop
+from lapcli.serving.memory import Needs
 from lapcli.serving.metrics import Registry
 from lapcli.serving.policy import OneConfiguration
 from lapcli.serving.ray_app import build
 from lapcli.serving.settings import EngineSettings, Limits
 from lapcli.serving.texts import Texts, TooLong
-from lapcli.serving.worker import prepare, rows_that_fit, usual_length, warm_prompts
+from lapcli.serving.trials import warm_prompts
+from lapcli.serving.worker import prepare
 from lapcli.testing.decoding import prompts_of
 from lapcli.testing.dual_state import tiny_teacher
 from lapcli.testing.models import byte_tokenizer
@@ -252,63 +253,19 @@ def test_the_loop_refuses_and_cancels(batch, expected):
     assert (front.failed, front.texts) == ({"bad": "invalid"}, {"good": expected(prompt, 3)})
 
 
-def fitting(settings, device, weights, row_bytes):
-    """Rows and bytes of a model that has one configuration."""
-    slot, usual, longest = map(row_bytes, (0, usual_length(settings.max_length), settings.max_length))
-    return rows_that_fit(settings, device, weights, slot=slot, usual=usual, longest=longest)
-
-
-def test_rows_by_memory():
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    made = EngineSettings("x", "cpu", "float32")
-
-    def states(_):
-        return 10**7
-
-    assert fitting(made, cpu, 10**9, states) == (16, None)
-    limited = replace(made, memory=2 * 10**9)
-    # A tenth of what the weights leave is for activations.
-    assert fitting(limited, gpu, 10**9, states) == (90, 0)
-    assert fitting(limited, gpu, 10**9, lambda _: 1) == (256, 9 * 10**8 - 256)
-    assert fitting(replace(limited, max_rows=90), gpu, 10**9, states) == (90, 0)
-    for broken in (replace(limited, max_rows=91), replace(limited, memory=10**9)):
-        with pytest.raises(ModelError, match="bytes hold"):
-            fitting(broken, gpu, 10**9, states)
-
-
-def test_rows_by_memory_share_keys_and_values():
-    """9e8 bytes for requests of up to 4096 tokens: as many as fit at an eighth of that, and one of full length."""
-    gpu, limited = torch.device("cuda"), EngineSettings("x", "cuda", "float32", memory=2 * 10**9)
-    assert fitting(limited, gpu, 10**9, lambda tokens: 20_000 * tokens) == (87, 9 * 10**8)
-
-    def hybrid(tokens):
-        return 10**7 + 20_000 * tokens
-
-    assert fitting(limited, gpu, 10**9, hybrid) == (44, 46 * 10**7)
-    assert fitting(replace(limited, max_rows=300), gpu, 10**9, lambda tokens: 20_000 * tokens)[0] == 300
-    # One of full length takes 8.2e7 besides its slot.
-    assert fitting(replace(limited, max_rows=81), gpu, 10**9, hybrid) == (81, 9 * 10**7)
-    for broken in (replace(limited, max_rows=82), replace(limited, max_length=45_001, max_rows=None)):
-        with pytest.raises(ModelError, match="leaves 900000000 for requests; the longest takes") as refused:
-            fitting(broken, gpu, 10**9, hybrid)
-        # What the hint says is enough, and hardly more than that.
-        enough = int(re.search(r"--memory to (\d+)B", refused.value.hint)[1])
-        fitting(replace(broken, memory=enough + 2), gpu, 10**9, hybrid)
-        with pytest.raises(ModelError):
-            fitting(replace(broken, memory=enough - 2), gpu, 10**9, hybrid)
-    assert fitting(replace(limited, max_length=44_000), gpu, 10**9, hybrid)[0] == 2
-
-
 def test_an_engine_is_made_for_the_memory_there_is(folder):
     made = EngineSettings(str(folder), "cpu", "float32", max_length=64, piece=32)
     _, facts = prepare(replace(made, max_rows=2))
     # States of two layers and two heads, and the last three inputs of their convolutions, and one more place.
     assert facts["row_bytes"] == 4 * (2 * 2 * 32 * 32 + 2 * 4 * 3 * 64)
-    memory = facts["bytes"]["weights"] + 10 * facts["row_bytes"]
+    # For nine rows, one more on its way, and what a pass takes.
+    needs = Needs(**facts["needs"])
+    memory = facts["bytes"]["weights"] + 10 * facts["row_bytes"] + max(needs.for_pass(32), needs.for_step(9, 300))
     batch, facts = prepare(replace(made, memory=memory))
     assert (batch.engine.max_rows, facts["rows"], batch.piece) == (9, 9, 32)
+    assert batch.engine.steps.choices.scores == 256
     with pytest.raises(ModelError, match="for requests; the longest takes"):
-        prepare(replace(made, memory=memory // 2))
+        prepare(replace(made, memory=facts["bytes"]["weights"] + facts["row_bytes"]))
 
 
 def test_keys(tmp_path):
@@ -492,8 +449,8 @@ def test_prompts_are_tried_before_there_are_any(monkeypatch):
         return prefill(tokens, **options)
 
     monkeypatch.setattr(engine, "prefill", noting)
-    for piece, wanted in ((256, [1, 200, 256]), (1000, [1, 200, 299]), (50, [1, 50])):
+    for piece, wanted in ((256, [256, 200, 1]), (1000, [299, 200, 1]), (50, [50, 1])):
         lengths.clear()
         warm_prompts(engine, piece)
-        assert sorted(lengths) == wanted
+        assert lengths == wanted
     assert (engine.slots.free, engine.pages.free) == (2, engine.pages.count)
