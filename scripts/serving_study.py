@@ -12,11 +12,16 @@ modes      `lapcli replay --modes`, each mode by itself, of the conversion `--mo
            SmolLM2-135M's shape whose weights are drawn (times and bytes do not depend on them). Step costs are
            measured first (`--simulate`), and by them the load is chosen: the first of a row of time scales at which
            the simulated latency of unconverted serving is 2.5 times that of an idle engine (or `--time-scale`).
+           Of 1280 MiB weights take 288 and a prompt of 8192 tokens on its way 180; passes, steps and graphs take some
+           200, as estimated, and what is left holds keys and values of 28,000 tokens, which that load fills.
 fixed      `demo:gdn` and its cut (`lapcli prune`), each answering as many requests at once as `--gdn-memory` holds, of
-           `--burst` requests that are sent at once.
+           `--burst` requests that are sent at once. A request keeps 420 KiB of the whole model, and half of that of the
+           cut one, so that 256 MiB hold some hundreds: fewer than prompts could fill.
 near       unconverted serving under half that load, served and simulated: near saturation latencies multiply what step
            costs differ by.
 endurance  `serve_endurance.py`, for `--endurance-seconds` at most.
+
+A part, a mode or a model that fails is said and ends nothing else; the exit code is 0 only if all was finished.
 
 `write` puts the tables between the two marks in the page, or prints them where no page is named.
 
@@ -58,7 +63,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     made.add_argument("--shape", default="smollm2-like", help="of drawn weights: of `lapcli bench decode --config`")
     made.add_argument("--change", type=json.loads, default={}, help="fields of its config, as JSON")
     made.add_argument("--modes", type=lambda text: text.split(","), default=["adaptive", "never", "static:0.5"])
-    made.add_argument("--memory", default="2GiB", help="of an engine of the conversion")
+    made.add_argument("--memory", default="1280MiB", help="of an engine of the conversion")
     made.add_argument("--max-length", type=int, default=8192)
     made.add_argument("--max-ppl-increase", help="of adaptive")
     made.add_argument("--caps", help="of adaptive")

@@ -74,8 +74,8 @@ def run(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="What may be held in all, with its unit: 20GiB: weights, what requests keep, and what passes, steps and "
-            "graphs take, but for CUDA's own half a GiB or so. Default: 0.9 of what is free on a GPU.",
+            help="What may be held in all, with its unit: 20GiB: weights, what requests keep, and what passes, steps "
+            "and graphs take, but for CUDA's own half a GiB or so. Default: 0.9 of what is free on a GPU.",
             rich_help_panel=_ROOM,
         ),
     ] = None,

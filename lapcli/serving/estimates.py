@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MLP, _STREAM = 1.5, 3.0
 """Of an MLP the outputs of gate and up, its activation and their product; beside it the stream, and a norm's parts."""
 _ATTENTION = 2.25
-"""Of attention, with what turns; masks, as truth values and as numbers, and keys and values for each head come to it."""
+"""Of attention, with what turns; masks, as truth values and as numbers, and heads' own keys and values come to it."""
 _STATES, _DUAL_STATES = 7.25, 14.5
 """Of layers with states in PyTorch, in fp32: chunks, decays, products."""
 _COMPILED, _COMPILED_DUAL, _CHUNK = 2.5, 5.0, 64
@@ -54,15 +54,15 @@ def estimated(engine: "Engine", *, window: int, device: torch.device) -> Needs:
     item, wide = engine.dtype.itemsize, max(4, engine.dtype.itemsize)
     config = engine.model.config.get_text_config(decoder=True)
     width = config.hidden_size
-    outputs, state = _outputs(engine, config), _state_numbers(engine)
+    outputs, state, several = _outputs(engine, config), _state_numbers(engine), engine.convertible is not None
     dual = _has_dual_states(engine)
-    seen = window if engine.limited or not isinstance(engine.plan, Plan) else 0
+    # Of a conversion nothing depends on which of its layers are left as attention.
+    seen = window if engine.limited or several or not isinstance(engine.plan, Plan) else 0
     common = (_MLP * outputs.mlp + _STREAM * width) * item + seen
     attention = (_ATTENTION * outputs.attention + seen) * item + seen
     of_states = (_DUAL_STATES if dual else _STATES) * outputs.states * wide
     if compiled:
         of_states = ((_COMPILED_DUAL if dual else _COMPILED) * outputs.states + state / _CHUNK) * item
-    several = engine.convertible is not None
     plain = max(common, attention, 0 if several else of_states)
     widest = max(outputs.mlp, outputs.attention, outputs.states)
     # On a GPU they lie in one place for all graphs, too.
@@ -83,7 +83,10 @@ def estimated(engine: "Engine", *, window: int, device: torch.device) -> Needs:
 
 def table_bytes(engine: "Engine", window: int) -> int:
     """Of the table that says which pages are a row's."""
-    return 4 * len(engine.pages.layers) * pages_of(window)
+    layers = len(engine.pages.layers)
+    if engine.convertible is not None:
+        layers = engine.model.config.get_text_config(decoder=True).num_hidden_layers
+    return 4 * layers * pages_of(window)
 
 
 def _repeated(config: Any) -> int:

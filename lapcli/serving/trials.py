@@ -169,8 +169,11 @@ def engine_that_fits(
     room, (needs, graphs) = _measured_room(model, memory, limits, guess)
     assert limits.memory is not None
     for _ in range(_ATTEMPTS):
+        spare = 0
         try:
             engine = _alone(model, memory, room)
+            # More than all rows ever take, or less than a page.
+            spare = max(0, (room.row_bytes or 0) - engine.pages.count * engine.pages.page_bytes)
             lacking = memory.settled() + graphs + room.beside.prompt + room.beside.passing - limits.memory
             if lacking <= 0:
                 begin(engine, room.piece)
@@ -182,7 +185,7 @@ def engine_that_fits(
         # Never two at a time.
         engine = None
         # What the allocator rounds up, or nobody foresaw.
-        needs = needs._replace(kept=needs.kept + lacking)
+        needs = needs._replace(kept=needs.kept + spare + lacking)
         room = _divided(model, limits, room, needs)
     raise ModelError(
         f"{limits.memory} bytes were divided {_ATTEMPTS} times, and each time the engine took more than it should",

@@ -2,17 +2,21 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from studies.commands import Commands
 from studies.lines import machine
 
+from lapcli.errors import LapcliError, ModelError
 from serving.drawn import DRAWN, draw
 from serving.lines import ENDURANCE, FIXED, MODES, Line, key_of, lines_of
 
@@ -53,13 +57,21 @@ class Evidence(Commands):
         return math.inf if end is None else end - (time.monotonic() - self.begun)
 
     def _part(self, _: int, part: str) -> bool:
+        if part in ("modes", "near"):
+            modes, slower = (self.options.modes, 1.0) if part == "modes" else (["never"], CALM)
+            return self._tried(part, lambda: self._modes(modes, slower))
+        return self._tried(part, self._fixed if part == "fixed" else self._endurance)
+
+    def _tried(self, what: str, do: Callable[[], bool | None]) -> bool:
+        """Whether something was finished; what fails is said and ends nothing else."""
         try:
-            if part in ("modes", "near"):
-                return self._modes(*((self.options.modes, 1.0) if part == "modes" else (["never"], CALM)))
-            return self._fixed() if part == "fixed" else self._endurance()
-        except (RuntimeError, OSError, KeyError, ValueError) as error:
-            self.say(f"{part}: {error}")
-            return False
+            return bool(do())
+        except (LapcliError, RuntimeError, OSError) as error:
+            # A command's own words, or what stood in its way.
+            self.say(f"{what}: {error}")
+        except Exception:
+            self.say(f"{what}: {traceback.format_exc()}")
+        return False
 
     # The modes of a conversion.
 
@@ -101,23 +113,29 @@ class Evidence(Commands):
                     self.say(f"no time to serve {mode}")
                     done = False
                     continue
-                name = f"{'served' if served else 'simulated'}-{mode.replace(':', '-')}.json"
-                output = self.work / name
+                how = "served" if served else "simulated"
+                output = self.work / f"{how}-{mode.replace(':', '-')}.json"
                 command = [
                     "replay", str(options.trace), "--model", str(model), "--modes", mode, "--requests", str(requests),
                     "--time-scale", f"{scale:.6g}", "--length-scale", str(options.length_scale), *room,
                     *(limits if mode == "adaptive" else []), "--output", str(output),
                     *([] if served else ["--simulate", str(costs)]),
                 ]  # fmt: skip
-                seconds = self.lapcli(0, *command)
-                if seconds is None:
-                    return False
-                figures = json.loads(output.read_text())["modes"][mode]
-                said = f"lapcli {' '.join(command)}"
-                self.add({**line, "figures": figures, "command": said, "seconds": round(seconds, 1)})
-                mean = (figures["normalised_seconds"] or {}).get("mean", math.nan)
-                self.say(f"{mode}, {'served' if served else 'simulated'}: {1e3 * mean:.1f} ms a token")
+                name = f"{mode}, {how}"
+                done = self._tried(name, partial(self._mode, line, command, output, name)) and done
         return done
+
+    def _mode(self, line: Line, command: Sequence[str], output: Path, name: str) -> bool:
+        """One mode, served or simulated; whether it was finished."""
+        seconds = self.lapcli(0, *command)
+        if seconds is None:
+            return False
+        figures = json.loads(output.read_text())["modes"][line["mode"]]
+        said = f"lapcli {' '.join(command)}"
+        self.add({**line, "figures": figures, "command": said, "seconds": round(seconds, 1)})
+        mean = (figures["normalised_seconds"] or {}).get("mean", math.nan)
+        self.say(f"{name}: {1e3 * mean:.1f} ms a token")
+        return True
 
     def _load(self, costs: Path, slower: float) -> tuple[float, int]:
         """A time scale at which unconverted serving is loaded by simulation, and requests for `--replay-seconds`."""
@@ -181,26 +199,41 @@ class Evidence(Commands):
             }
             if key_of(line) in self.there:
                 continue
-            if self.left < _COMMON:
+            if self.left < _COMMON or self.over.is_set():
                 self.say(f"no time for {name}")
                 done = False
                 continue
-            figures = self._burst(model)
-            if figures is None:
-                return False
-            self.add({**line, **figures})
-            self.say(f"{name}: {figures['rows']} at once, {figures['figures']['tokens_per_second']:.0f} tokens/s")
+            done = self._tried(name, partial(self._model_at_memory, line, model)) and done
         return done
 
-    def _burst(self, model: str) -> dict[str, Any] | None:
-        """Serve a model with all rows that memory holds, and send everything at once."""
+    def _model_at_memory(self, line: Line, model: str) -> bool:
+        """One model with all rows that memory holds; whether it was finished."""
+        options = self.options
+        rows = rows_at_most(model, options.gdn_memory, options.dtype, options.burst_length, options.gpus)
+        try:
+            figures = self._burst(model, rows)
+        except ModelError as error:
+            # Where something can be measured, it may be fewer than was estimated; how many, is said.
+            fewer = re.search(r"--max-rows to (\d+) ", str(error))
+            if fewer is None:
+                raise
+            self.say(f"{line['model']}: {rows} rows were estimated, and {fewer[1]} are held")
+            figures = self._burst(model, int(fewer[1]))
+        if figures is None:
+            return False
+        self.add({**line, **figures})
+        speed = figures["figures"]["tokens_per_second"]
+        self.say(f"{line['model']}: {figures['rows']} at once, {speed:.0f} tokens/s")
+        return True
+
+    def _burst(self, model: str, rows: int) -> dict[str, Any] | None:
+        """Serve a model with so many rows, and send everything at once."""
         import asyncio
 
         from lapcli.serving.replay_client import Client
         from lapcli.serving.replay_engines import started
 
         options = self.options
-        rows = rows_at_most(model, options.gdn_memory, options.dtype, options.burst_length, options.gpus)
         serving = [
             "--memory", options.gdn_memory, "--max-length", str(options.burst_length), "--max-rows", str(rows),
             "--dtype", options.dtype, "--max-waiting", "100000", "--max-per-client", "100000",
@@ -251,8 +284,7 @@ class Evidence(Commands):
 
 
 def rows_at_most(model: str, memory: str, dtype: str, length: int, gpus: int) -> int:
-    """The most rows that a server takes by this memory, whatever it would take by itself."""
-    from lapcli.errors import ModelError
+    """The most rows that a server takes by this memory, whatever it would take by itself; by an estimate."""
     from lapcli.serving.settings import EngineSettings
     from lapcli.serving.worker import planned
     from lapcli.stages.planning import memory_bytes

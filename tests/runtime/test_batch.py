@@ -243,3 +243,20 @@ def test_the_engine_generates_by_itself(engine, reference, tokenizer):
         wanted = greedy(reference, prompt, 4)
         assert tuple(t for event in events if event.row == row for t in event.tokens) == wanted
         assert "".join(event.text for event in events if event.row == row) == tokenizer.decode(wanted)
+
+
+def test_scores_looked_at_a_few_at_a_time_are_the_same(source):
+    """Draws and log-probabilities, of the first tokens and of steps; one row asks for none."""
+    found = []
+    for scores in (None, 1, 500):
+        batch = Batch(Engine(load_model(source), max_rows=5, scores=scores))
+        for number, prompt in enumerate(prompts_of(5, 5, 2, 9, 5)):
+            asked = None if number == 3 else number
+            batch.add(prompt, GenerationSettings(6, temperature=0.8, top_p=0.9, seed=number, logprobs=asked))
+        events = []
+        while batch.unfinished:
+            events += batch.advance()
+        found.append(events)
+    assert found[0] == found[1] == found[2]
+    assert [len(event.scores) for event in found[0][:5]] == [1, 1, 1, 0, 1]
+    assert len(found[0][4].scores[0].top) == 4

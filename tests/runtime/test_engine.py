@@ -6,7 +6,10 @@ import torch
 from lapcli.errors import ModelError, UsageError
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.runtime import Engine
+from lapcli.runtime.layers import DeltaMixer, GatedMlp
+from lapcli.runtime.llama_models import Mixer
 from lapcli.testing.decoding import distance, full_logits, held_tensors, prompts_of
+from lapcli.testing.dual_state import converted, tiny_teacher
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 
 # Sums of some hundred fp32 products in another order, over a few layers.
@@ -268,3 +271,33 @@ def test_a_failed_prefill_gives_its_slots_back(engine, monkeypatch):
     with pytest.raises(RuntimeError, match="out of something"):
         engine.prefill_rows([[1, 2], [3, 4]])
     assert engine.slots.free == 4
+
+
+@pytest.mark.parametrize("kind", ["gdn", "llama", "qwen2", "dual states"])
+def test_a_second_engine_of_a_model_takes_no_more_weights(kind, tmp_path):
+    """Fused projections stay where they are; before, each engine wrote them anew beside those of the last one."""
+    if kind == "gdn":
+        model = load_model(resolve_model(str(tiny_gated_deltanet(tmp_path / "gdn"))))
+    else:
+        model = tiny_teacher("llama" if kind == "dual states" else kind)
+    if kind == "dual states":
+        model = converted(model, 0, 2)
+    prompt, found, places = [5, 6, 7], [], []
+    for _ in range(3):
+        engine = Engine(model, max_rows=2, max_length=16)
+        slot = engine.prefill(prompt).slot
+        found.append(engine.step([9], [slot]))
+        fused = [
+            sub.part.weight for sub in engine.plan.sublayers if isinstance(sub.part, DeltaMixer | Mixer | GatedMlp)
+        ]
+        places.append([weight.data_ptr() for weight in fused])
+    assert len(fused) == len(engine.plan.sublayers)
+    assert places[0] == places[1] == places[2]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    # What is not as it was left is fused anew.
+    with torch.no_grad():
+        for linear in (each for each in model.modules() if isinstance(each, torch.nn.Linear)):
+            linear.weight.data = linear.weight.data.clone()
+    again = Engine(model, max_rows=2, max_length=16)
+    assert torch.equal(again.step([9], [again.prefill(prompt).slot]), found[0])

@@ -6,7 +6,7 @@ import torch
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.models.cache import RecurrentCache
 from lapcli.runtime import Engine
-from lapcli.runtime.pieces import LENGTHS, Piece, Pieces, pieces_of
+from lapcli.runtime.pieces import LENGTHS, Piece, Pieces, lengths_within, pieces_of
 from lapcli.runtime.prefill import OwnPrefiller
 from lapcli.testing.decoding import prompts_of
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
@@ -63,6 +63,12 @@ def test_the_cut():
         assert sum(piece.count for piece in cut) == tokens
         assert all(piece.length in LENGTHS and piece.count <= piece.length for piece in cut)
         assert all(piece.count == LENGTHS[-1] for piece in cut[:-1])
+
+
+def test_lengths_of_passes_are_no_longer_than_asked_for():
+    assert lengths_within(None) == lengths_within(2048) == lengths_within(10**6) == LENGTHS
+    assert lengths_within(2047) == LENGTHS[:3]
+    assert lengths_within(64) == lengths_within(1) == LENGTHS[:1]
 
 
 def test_an_engine_that_runs_prompts_so(tmp_path):

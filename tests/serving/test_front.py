@@ -5,15 +5,19 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from lapcli.errors import LapcliError
 from lapcli.serving.settings import Limits
+from lapcli.testing.serving import local_server
 
+SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
 DIE_AT_ONCE, DIE_LATER, HANG, FAIL, NONSENSE, LONG = 200, 201, 202, 203, 204, 205
 PATH = "/v1/completions"
 
@@ -83,6 +87,52 @@ def test_an_engine_that_cannot_begin(scripted):
     with pytest.raises(LapcliError, match="no such model") as raised, scripted(max_length=666):
         pass
     assert raised.value.hint == "name another"
+
+
+@pytest.mark.parametrize(
+    ("ends", "why", "hint"),
+    [
+        ("sys.exit(1)", "exit code 1", "what it said is above"),
+        ("os.kill(os.getpid(), 9)", r"signal 9 \(SIGKILL\)", "more memory than this machine has"),
+        ("os.kill(os.getpid(), 15)", r"signal 15 \(SIGTERM\)", "what it said is above"),
+    ],
+    ids=["an error", "killed", "told to end"],
+)
+def test_an_engine_that_dies_as_it_loads(folder, ends, why, hint):
+    """Memory is named where that is likely, and nowhere else."""
+    command = (sys.executable, "-c", f"import os, sys; {ends}")
+    with (
+        pytest.raises(LapcliError, match=f"died while it loaded the model: {why}") as raised,
+        local_server(folder, command=command, max_length=100),
+    ):
+        pass
+    assert hint in raised.value.hint
+    assert ("memory" in raised.value.hint) == ("SIGKILL" in why)
+
+
+def test_an_engine_that_cannot_begin_a_second_time_is_tried_again(folder, monkeypatch, tmp_path, capfd):
+    """What one engine could, another one can: a device is full for a while, perhaps of the one that died."""
+    monkeypatch.setattr("lapcli.serving.supervisor._PAUSE", 0.0)
+    lives = tmp_path / "lives"
+    script = tmp_path / "engine.py"
+    script.write_text(
+        "import json, pathlib, runpy, socket, sys\n"
+        f"lives = pathlib.Path({str(lives)!r})\n"
+        "life = len(lives.read_text()) if lives.exists() else 0\n"
+        "lives.write_text('x' * (life + 1))\n"
+        "if life in (1, 2):\n"
+        "    connection = socket.socket(fileno=int(sys.argv[1]))\n"
+        "    message = {'op': 'fatal', 'message': 'memory ran out', 'hint': 'raise it'}\n"
+        "    connection.sendall(json.dumps(message).encode() + b'\\n')\n"
+        "    sys.exit(0)\n"
+        f"runpy.run_path({SCRIPTED[1]!r}, run_name='__main__')\n"
+    )
+    with local_server(folder, command=(sys.executable, str(script)), max_length=100) as server:
+        assert server.send(PATH, asking(DIE_LATER, 9)).status == 500
+        assert text(server.send(PATH, asking())) == "7 " * 5
+    # Three that the request killed, or that could not begin; and one more.
+    assert len(lives.read_text()) >= 4
+    assert "memory ran out" in capfd.readouterr().err
 
 
 def test_a_request_that_fails_alone(scripted):

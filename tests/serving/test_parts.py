@@ -18,7 +18,7 @@ from lapcli.serving.dispatch import Dispatcher
 from lapcli.serving.jobs import FairQueue, Job
 from lapcli.serving.keys import ApiKeys, read_keys
 from lapcli.serving.loop import EngineLoop
-from lapcli.serving.memory import Needs
+from lapcli.serving.memory import Needs, scores_together
 from lapcli.serving.metrics import Registry
 from lapcli.serving.policy import OneConfiguration
 from lapcli.serving.ray_app import build
@@ -263,7 +263,7 @@ def test_an_engine_is_made_for_the_memory_there_is(folder):
     memory = facts["bytes"]["weights"] + 10 * facts["row_bytes"] + max(needs.for_pass(32), needs.for_step(9, 300))
     batch, facts = prepare(replace(made, memory=memory))
     assert (batch.engine.max_rows, facts["rows"], batch.piece) == (9, 9, 32)
-    assert batch.engine.steps.choices.scores == 256
+    assert batch.engine.steps.choices.scores == scores_together(memory - facts["bytes"]["weights"], needs) == 512
     with pytest.raises(ModelError, match="for requests; the longest takes"):
         prepare(replace(made, memory=facts["bytes"]["weights"] + facts["row_bytes"]))
 

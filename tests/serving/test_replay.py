@@ -281,7 +281,7 @@ def test_the_command(monkeypatch, capsys, trace, tmp_path, scripted):
     assert list(would["percent_in_the_paper"].values()) == [64.68, 16.16, 16.03, 3.10]
     assert lapcli(monkeypatch, "replay", path, "--dry-run", "--json", "--simulate", costs) == 0
     would = json.loads(capsys.readouterr().out)
-    assert would["engines"] == {"simulated": {"rows": 2, "bytes": "any number"}}
+    assert would["engines"] == {"simulated": {"rows": 2, "bytes": "any number", "piece": 100}}
     assert would["costs"].endswith("costs.json, of x")
     found = []
     for replicas in (1, 4):

@@ -159,6 +159,51 @@ def test_half_the_load_is_twice_the_time(tmp_path, monkeypatch):
         assert each[each.index("--modes") + 1] == "never"
 
 
+def test_what_fails_ends_nothing_else(tmp_path, monkeypatch, capsys):
+    """One of the modes, served; a part as a whole, in a way that nobody foresaw; the exit code tells."""
+    lines = "".join(f"2023-11-16 18:15:{second:02}.0,{10},{2}\n" for second in range(40))
+    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + lines)
+    asked, burst = [], []
+
+    class Failing(Pieces):
+        def lapcli(self, gpu, *arguments):
+            super().lapcli(gpu, *arguments)
+            if "adaptive" in arguments and "--simulate" not in arguments:
+                raise RuntimeError("lapcli replay: exit code 1: of the test")
+            return 1.0
+
+        def _burst(self, model, rows):
+            burst.append((model, rows))
+            if model == "demo:gdn" and len(burst) == 1:
+                raise ModelError("too much", "raise --memory to 9B at least, or lower --max-rows to 77 or --max-length")
+            if model == "demo:gdn":
+                return {"rows": rows, "figures": {"tokens_per_second": 5.0}}
+            raise ModelError("the engine died")
+
+        def _endurance(self):
+            return 1 / 0
+
+    monkeypatch.setattr(Failing, "asked", asked, raising=False)
+    monkeypatch.setattr(study, "Evidence", Failing)
+    monkeypatch.setattr("serving.pieces.rows_at_most", lambda *_: 99)
+    more = ["--model", str(tmp_path / "C"), "--modes", "adaptive,never"]
+    _, arguments = options(tmp_path, "--parts", "modes,fixed,endurance,near", *more)
+    with pytest.raises(SystemExit) as ended:
+        study.main(arguments)
+    assert ended.value.code == 1
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(each.get("mode"), each.get("served")) for each in found if each["kind"] == MODES] == [
+        ("adaptive", False), ("never", False), ("never", True), ("never", False), ("never", True)
+    ]  # fmt: skip
+    # As many rows as are held, where that is fewer than was estimated.
+    assert [each["rows"] for each in found if each["kind"] == FIXED] == [77]
+    assert [rows for _, rows in burst] == [99, 77, 99]
+    said = capsys.readouterr().err
+    for words in ("adaptive, served: lapcli replay: exit code 1", "0.5 cut: the engine died", "ZeroDivisionError"):
+        assert words in said
+    assert "1 of 4 done" in said
+
+
 def test_a_drawn_conversion_is_one(tmp_path):
     root = study.draw(tmp_path / "drawn", shape="toy-llama", fraction=0.75, vocab_size=8192)
     found = find_conversion(str(root), Wish(max_ppl_increase="1"))

@@ -9,6 +9,7 @@ from lapcli.errors import LapcliError
 from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.serving.adaptive import Adaptive, Cap
 from lapcli.serving.costs import Curve, StepCosts, measure_costs, read_costs, told_of
+from lapcli.serving.memory import Needs
 from lapcli.serving.modes import Wish, parse_modes, read_conversion
 from lapcli.serving.policy import Configuration, Decision, OneConfiguration
 from lapcli.serving.replay_modes import plan_mode, simulate_mode
@@ -132,8 +133,8 @@ def test_modes_are_compared():
     [
         (replace(COSTS, configurations=KINDS[:1], most=None), "never", None, "comes in one configuration"),
         (replace(COSTS, configurations=KINDS[:3]), "static:1", None, "1 of 4 layers are 4, and 2 are converted"),
-        (replace(COSTS, weights_bytes=10**6), "never", 10**6, "hold 1000000 of weights, .* leaves 0"),
-        (replace(COSTS, weights_bytes=0), "never", 10**4, "the longest takes 40960"),
+        (replace(COSTS, weights_bytes=10**6), "never", 10**6, "hold 1000000 of weights; .* leaves 0"),
+        (replace(COSTS, weights_bytes=0), "never", 81_919, "that leaves 40959 for requests; the longest takes 40960"),
     ],
     ids=["one configuration", "not converted", "weights alone", "no request"],
 )
@@ -146,35 +147,48 @@ def test_what_cannot_be_simulated(costs, mode, memory, words):
 def test_engines_have_the_rows_and_the_bytes_that_a_server_would_make_room_for(monkeypatch):
     """Of 9000 bytes of weights 1000 are of each layer's second kind, and a layer's states take 100 bytes of a row.
 
-    A tenth of what weights leave is kept; rows are as many as take an eighth of 1000 tokens, two pages of 40 bytes a
-    token, or of 10 for each layer that is attention in the one that converts the most.
+    A prompt of full length, 1024 tokens in whole pages, is on its way; rows are as many as take an eighth of 1000
+    tokens, two pages of 40 bytes a token, or of 10 for each layer that is attention in the one that converts the most.
     """
     kinds = tuple(each._replace(fixed_bytes=100 * each.converted) for each in KINDS)
     costs = replace(COSTS, weights_bytes=9000, layer_bytes=1000, configurations=kinds)
     given, held = [], []
 
     def simulate(_, costs, *, total_bytes, configurations, **others):
-        given.append((costs.rows, total_bytes))
+        given.append((costs.rows, total_bytes, costs.piece))
         held.append([each.converted for each in configurations])
 
     monkeypatch.setattr("lapcli.serving.replay_modes.simulate", simulate)
     monkeypatch.setattr("lapcli.serving.replay_modes.summary", lambda *_, **__: {})
 
-    def made(text, limit=None, **others):
+    def made(text, limit=None, memory=109_000, **others):
         (mode,) = parse_modes(text)
-        simulate_mode(mode, Fitted([], 0, 0), costs, Wish(max_ppl_increase=limit), memory=109_000, **others)
+        simulate_mode(mode, Fitted([], 0, 0), costs, Wish(max_ppl_increase=limit), memory=memory, **others)
         return given.pop()
 
+    never, static = 1024 * 40, 1024 * 20 + 200
     # Unconverted there are no states, and no layer is there twice.
-    assert made("never") == (18, 0.9 * 104_000)
-    assert made("static:0.5") == (int(0.9 * 104_000 / (128 * 20 + 200)), 0.9 * 104_000)
-    assert made("adaptive", "2%") == (int(0.9 * 102_000 / (128 * 20 + 200)), 0.9 * 102_000)
-    assert made("adaptive")[0] == int(0.9 * 100_000 / 400) == 225
-    assert made("adaptive", max_rows=5) == (5, 0.9 * 100_000)
+    assert made("never") == ((104_000 - never) // (128 * 40), 104_000 - never, 100)
+    assert made("static:0.5") == ((104_000 - static) // (128 * 20 + 200), 104_000 - static, 100)
+    assert made("adaptive", "2%") == ((102_000 - never) // (128 * 20 + 200), 102_000 - never, 100)
+    assert made("adaptive")[0] == (100_000 - never) // 400 == 147
+    assert made("adaptive", max_rows=5) == (5, 100_000 - never, 100)
+    # What was measured beside: of states where there are some, and with shorter pieces where that takes too much.
+    costs = replace(costs, needs=Needs(kept=3000, pass_token=100, pass_states=200, step_row=10, measured=True))
+    left = 104_000 - 3000 - 10_000 - never
+    assert made("never") == (left // (128 * 40), left, 100)
+    left = 104_000 - 3000 - 20_000 - static
+    assert made("static:0.5") == (left // (128 * 20 + 200), left, 100)
+    # Or else there is no room for one of full length; and a quarter at most of what the weights leave is for a pass.
+    assert made("never", memory=99_000)[2] == 64
+    assert made("static:0.5", memory=84_000)[2] == 64
+    with pytest.raises(LapcliError, match="as measured, graphs and libraries keep 3000"):
+        made("never", memory=80_000)
     # Slots of what has one configuration are there besides.
-    costs = replace(costs, slot_bytes=40)
-    assert made("static:0.5") == (int(0.9 * 104_000 / (128 * 20 + 240)), 0.9 * 104_000 - 33 * 40)
-    assert held == [[0], [2], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2]]
+    costs = replace(costs, slot_bytes=40, needs=Needs())
+    left = 104_000 - static - 40
+    assert made("static:0.5") == (left // (128 * 20 + 240), left - left // (128 * 20 + 240) * 40, 100)
+    assert held[:5] == [[0], [2], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +230,7 @@ def measured(conversion):
     return settings, measure_costs(batch, model="x", window=128, known=known.configurations)
 
 
-@pytest.mark.parametrize("memory", [None, 560_000], ids=["what rows take", "560 kB"])
+@pytest.mark.parametrize("memory", [None, 900_000], ids=["what rows take", "900 kB"])
 @pytest.mark.parametrize("rows", [None, 3], ids=["rows that fit", "three rows"])
 def test_simulated_engines_have_the_rows_and_pages_of_served_ones(measured, memory, rows):
     settings, costs = measured
@@ -226,7 +240,7 @@ def test_simulated_engines_have_the_rows_and_pages_of_served_ones(measured, memo
         wanted = [each.converted for each in allowed]
         batch, _ = prepare(replace(settings, memory=memory, max_rows=rows, configurations=wanted))
         served = batch.engine
-        assert simulated == [served.max_rows, served.pages.count * served.pages.page_bytes], text
+        assert simulated == [served.max_rows, served.pages.count * served.pages.page_bytes, batch.piece], text
 
 
 def test_costs_of_a_conversion_are_measured_written_and_read(conversion, tmp_path):
