@@ -206,3 +206,40 @@ def _compile_all(tuner: Any, args: tuple[Any, ...], meta: dict[str, Any], worker
     with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True):
         for config in configs[first:] + configs[:first]:
             tuner.fn.run(*args, **{**meta, **config.all_kwargs(), "warmup": True})
+
+
+_SCRATCH = 2**28
+"""Bytes that Triton's tuner writes between two measurements, so that nothing of the last one is in a cache."""
+_LEAST_SCRATCH = 2**20
+
+
+def tune_within_memory(device: torch.device) -> None:
+    """Let Triton's tuner do with less scratch, from now on, where a device has no room for its 256 MiB.
+
+    Kernels are tuned whenever a shape comes that they were not tuned for; in a process whose memory is divided to the
+    last there is hardly that much. Measured with less they may find something in a cache, and a slower one may win.
+
+    Args:
+        device: where kernels are tuned.
+    """
+    if triton_version() is None:
+        return
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    whole = active.get_empty_cache_for_benchmark
+    if getattr(whole, "within_memory", False):
+        return
+
+    def scratch() -> torch.Tensor:
+        count = _SCRATCH
+        while True:
+            try:
+                return whole() if count == _SCRATCH else torch.empty(count // 4, dtype=torch.int32, device=device)
+            except torch.OutOfMemoryError:
+                if count <= _LEAST_SCRATCH:
+                    raise
+                count //= 2
+
+    scratch.within_memory = True  # pyright: ignore[reportFunctionMemberAccess]
+    active.get_empty_cache_for_benchmark = scratch

@@ -7,8 +7,7 @@ under the limit, and what they leave is for requests.
 
 import gc
 import math
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -20,13 +19,12 @@ from lapcli.runtime.sampling import SCORES, Choices, choose
 from lapcli.runtime.steps import Steps
 from lapcli.serving.estimates import table_bytes
 from lapcli.serving.memory import SMALLEST_PIECE, Limits, Needs, Room, RowBytes, rows_that_fit
+from lapkernels._triton import tune_within_memory
 from lapkernels.timing import out_of_memory as device_is_full
 
 if TYPE_CHECKING:
     from lapcli.runtime import Engine
 
-_TUNING = 2**28
-"""Bytes that Triton's tuner writes between two measurements, to have nothing of the last one in a cache."""
 _SHORT_PROMPT = 200
 _ATTEMPTS = 8
 _SLACK = 16
@@ -48,10 +46,6 @@ class Memory(Protocol):
         """The most bytes that were held since."""
         ...
 
-    def tuning(self) -> AbstractContextManager[None]:
-        """Let kernels be compiled and tuned while the block lasts."""
-        ...
-
 
 class CudaMemory:
     """A GPU's, of which torch's allocator may hold so much and no more.
@@ -64,8 +58,11 @@ class CudaMemory:
     """
 
     def __init__(self, device: torch.device, limit: int):
-        self.device, self.limit = device, limit
-        self._allow(limit)
+        self.device = device
+        tune_within_memory(device)
+        # In torch 2.11 this is the one function that does not take `cuda` for the current device.
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), device.index)
 
     def settled(self) -> int:
         """Wait, give back what nobody holds, and say the bytes that are held all the same."""
@@ -81,21 +78,6 @@ class CudaMemory:
         """The most bytes that were held since."""
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_reserved(self.device)
-
-    @contextmanager
-    def tuning(self) -> Generator[None]:
-        """Let kernels be compiled and tuned while the block lasts, which may take more for a moment."""
-        self._allow(self.limit + _TUNING)
-        try:
-            yield
-        finally:
-            self.settled()
-            self._allow(self.limit)
-
-    def _allow(self, limit: int) -> None:
-        # In torch 2.11 this is the one function that does not take `cuda` for the current device.
-        whole = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), self.device.index)
 
 
 def place(device: torch.device) -> torch.device:
@@ -213,8 +195,8 @@ def _measured_room(model: Model, memory: Memory, limits: Limits, room: Room) -> 
     while True:
         try:
             if not tuned:
-                with memory.tuning():
-                    _measured(model, memory, limits, room)
+                # Kernels are compiled and tuned, which takes what nothing takes again.
+                _measured(model, memory, limits, room)
                 tuned = True
             found = _measured(model, memory, limits, room)
         except _Short as short:

@@ -1,9 +1,11 @@
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lapkernels import timing
+from lapkernels._triton import tune_within_memory
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -109,3 +111,28 @@ def test_copies_overflow_the_last_cache():
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     assert timing.copies(2**20, device) * 2**20 >= 4 * cache
     assert timing.copies(2**40, device) == 1
+
+
+def test_a_tuner_does_with_the_memory_there_is(monkeypatch):
+    """Less is written between two measurements, where there is less; and none at all is an error still."""
+    full = [3]
+
+    def empty(count, **options):
+        if full[0] > 0:
+            full[0] -= 1
+            raise torch.OutOfMemoryError("of the test")
+        return torch.zeros(count, **options)
+
+    from triton.runtime import driver
+
+    active = SimpleNamespace(get_empty_cache_for_benchmark=lambda: empty(2**26, dtype=torch.int32))
+    monkeypatch.setattr(driver, "_active", active)
+    for _ in range(2):
+        tune_within_memory(torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", empty)
+    for fails, count in ((3, 2**23), (0, 2**26), (8, 2**18)):
+        full[0] = fails
+        assert active.get_empty_cache_for_benchmark().shape == (count,)
+    full[0] = 9
+    with pytest.raises(torch.OutOfMemoryError):
+        active.get_empty_cache_for_benchmark()

@@ -1,7 +1,6 @@
 """An engine is measured before there is one: here on a device that is only thought of, which counts and refuses."""
 
 import weakref
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -44,7 +43,7 @@ class Device:
     def __init__(self, limit, *, token=1000, score=48, row=0, captured=50_000, rounding=0, tuned=0):
         self.limit, self.token, self.score, self.row = limit, token, score, row
         self.captured, self.rounding = captured, rounding
-        self.tuned, self.now, self.peak, self.allowed = tuned, WEIGHTS, WEIGHTS, limit
+        self.tuned, self.now, self.peak = tuned, WEIGHTS, WEIGHTS
         self.engines, self.passes, self.steps = [], [], []
 
     def settled(self):
@@ -58,15 +57,9 @@ class Device:
     def most(self):
         return self.peak
 
-    @contextmanager
-    def tuning(self):
-        self.allowed = self.limit + 2**28
-        yield
-        self.allowed = self.limit
-
     def take(self, count):
         """For a while."""
-        if self.now + count > self.allowed:
+        if self.now + count > self.limit:
             raise torch.OutOfMemoryError(SAID)
         self.peak = max(self.peak, self.now + count)
 
@@ -235,7 +228,7 @@ def test_an_engine_that_takes_more_than_its_tensors_is_made_smaller(on, llama):
 def test_tuning_kernels_is_no_part_of_what_is_measured(on, llama):
     loaded = load_model(llama)
     found = []
-    for tuned in (0, 2**28):
+    for tuned in (0, 10**7):
         device = Device(16 * 10**6, tuned=tuned)
         model, limits = on(device, loaded), Limits(16 * 10**6, WEIGHTS, None, 256)
         found.append(engine_that_fits(model, device, limits, Room(32, None, 256), begun)[1:])
@@ -304,12 +297,12 @@ def test_a_device_without_an_index_gets_one(monkeypatch):
     assert place(torch.device("cpu")) == torch.device("cpu")
     device = place(torch.device("cuda"))
     assert (device, place(torch.device("cuda:1"))) == (torch.device("cuda", 3), torch.device("cuda", 1))
+    tuned = []
+    monkeypatch.setattr(trials, "tune_within_memory", tuned.append)
     memory = CudaMemory(device, 2**31)
-    with memory.tuning():
-        pass
     CudaMemory(device, 2**40)
-    shares = [2**-6, 2**-6 + 2**-9, 2**-6, 1.0]
-    assert told == [3, 1, *((share, 3) for share in shares)]
+    assert told == [3, 1, (2**-6, 3), (1.0, 3)]
+    assert tuned == [device, device]
     assert memory.settled() == 5
 
 
