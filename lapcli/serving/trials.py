@@ -333,9 +333,9 @@ def _passes(engine: "Engine", piece: int, name: str) -> Iterator[Callable[[], An
     seen = engine.max_length - 1 - longest
     if engine.limited and seen > 0:
         yield lambda: _prompt(engine, longest, name, seen)
-    rows = min(engine.plan.together, longest)
+    rows = min(engine.plan.together, piece)
     if rows > 1:
-        yield lambda: _together(engine, rows, longest // rows, name)
+        yield lambda: _together(engine, rows, max(1, min(piece // rows, engine.max_length - 1)), name)
 
 
 def _prompt(engine: "Engine", tokens: int, name: str, seen: int = 0) -> None:
