@@ -246,11 +246,7 @@ def _refused(limits: Limits, division: _Division, wanted: int, piece: int) -> Mo
     each = f", and each of {wanted - 1} others {row.slot} at least, together {division.least(wanted)}"
     how = "as measured" if needs.measured else "as estimated"
     enough = _enough(limits, division, wanted, piece)
-    fewer = ""
-    if wanted > 1:
-        fewer = (
-            f"--max-rows to {_most_held(division, wanted, piece)} or " if division.holds(1, piece) else "--max-rows or "
-        )
+    fewer = f"--max-rows to {_most_held(division, wanted, piece)} or " if division.holds(1, piece) else ""
     return ModelError(
         f"{division.memory} bytes hold {division.weights} of weights; {how}, graphs and libraries keep {kept}, a "
         f"prompt of full length on its way takes {prompt}, and a pass of {piece} tokens or a step {passing}; that "

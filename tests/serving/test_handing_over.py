@@ -10,7 +10,9 @@ import pytest
 
 from lapcli.runtime import Batch, Engine, GenerationSettings
 from lapcli.serving.adaptive import BY_PRESSURE, Adaptive, Cap
+from lapcli.serving.estimates import estimated
 from lapcli.serving.loop import EngineLoop, Measured
+from lapcli.serving.memory import beside
 from lapcli.serving.modes import Wish, find_conversion
 from lapcli.testing.decoding import prompts_of
 from lapcli.testing.dual_state import tiny_conversion
@@ -227,10 +229,13 @@ def test_a_server_adapts(conversion, alone, capfd, monkeypatch):
     # A tiny model's answers are short.
     monkeypatch.setattr("lapcli.serving.dispatch.REVIEW_SECONDS", 0.0)
     found = find_conversion(str(conversion), Wish(max_ppl_increase="1"))
-    probe = Engine.load(conversion)
+    probe = Engine.load(conversion, max_length=256)
     # A row of 250 tokens has four pages in each of two layers; there are 20 pages.
     rows, page = 6, probe.pages.page_bytes
-    memory = probe.nbytes()["weights"] + math.ceil((20.5 * page + rows * probe.row_bytes(0)) / 0.9)
+    needs, longest = estimated(probe, window=256, device=probe.device), probe.row_bytes(256, "0-of-3")
+    # Of so little memory the scores of one row are looked at at a time.
+    taken = sum(beside(needs, longest, rows, 64, scores=300))
+    memory = probe.nbytes()["weights"] + taken + math.ceil(20.5 * page)
     # Replays are free here, since the price of a tiny model's is the machine's noise.
     policy = Free((Cap(0, 0.0), Cap(100, 0.34)), 1.0)
     settings = {**found.settings, "max_length": 256, "max_rows": rows, "piece": 64, "memory": memory}
