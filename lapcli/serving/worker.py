@@ -94,6 +94,7 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     from lapcli.runtime import Batch
     from lapcli.serving.costs import told_of
     from lapcli.serving.trials import CudaMemory, place
+    from lapkernels._triton import quick_searches
 
     source = resolve_model(settings.model)
     device = place(torch.device(settings.device))
@@ -102,7 +103,8 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     tokenizer = load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
     with shortage_said(settings, "its weights were loaded"):
         model = _load(settings, source, device)
-    with shortage_said(settings, "room was made"):
+    # Where kernels are tuned as they first run, requests would wait for it.
+    with shortage_said(settings, "room was made"), quick_searches() if memory is not None else contextlib.nullcontext():
         engine, room, needs = _engine(settings, model, memory)
     facts = {
         "max_length": settings.max_length,
