@@ -27,7 +27,7 @@ A part, a mode or a model that fails is said and ends nothing else; the exit cod
 
 One call on one H200: a minute for drawing and for step costs, three modes of about 45 s each (25 s of replay, a server
 that begins, and answers that are late), 30 s for each of two models, and half the load and many requests in what is
-left: 300 s, or another call. These are estimates; no part was run on a GPU yet.
+left: 300 s, or another call. These are estimates; of these parts only the last was finished on a GPU yet.
 """
 
 import argparse
