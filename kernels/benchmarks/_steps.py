@@ -17,6 +17,7 @@ import torch
 
 from lapkernels._triton import is_interpreted, triton_version
 from lapkernels.decoding.configs import StepConfig
+from lapkernels.testing_interpreter import quicken
 from lapkernels.timing import copies, copy_bandwidth, free, measure
 
 RATE = 4.3e12
@@ -177,6 +178,7 @@ def device_of_run() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     if is_interpreted():
+        quicken()
         return torch.device("cpu")
     sys.exit("no CUDA device; set TRITON_INTERPRET=1 and pass --toy to try the script on a CPU")
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from lapkernels import timing
 from lapkernels._triton import is_interpreted
 from lapkernels.few_linear.configs import FEWEST, PROCESSORS, FewConfig, choose
-from lapkernels.testing_few import poisoned
+from lapkernels.testing import poisoned
 
 ROWS = (64, 16, 32)
 GROUPS = ("cublas", "triton", "lt", "gluon", "block")

@@ -4,7 +4,9 @@ The recurrence here shares no line with `delta_rule.reference`: it applies the t
 that a slip in one of the two shows.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +15,19 @@ from torch import Tensor
 
 _LEAST_MIX = 0.3
 """Of q in the erase direction: with less, an operator that pairs the wrong tokens would hardly show it."""
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What is allocated is full of NaN, so that nothing that was not written passes for a result."""
+    was = torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was)
 
 
 @dataclass

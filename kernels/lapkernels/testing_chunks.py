@@ -14,6 +14,7 @@ from lapkernels.testing import (
     assert_as_precise,
     delta_rule_inputs,
     output_state_and_gradients,
+    poisoned,
     relative_error,
     transition_recurrence,
 )
@@ -27,7 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
                             "value_width": 24},
     "K 96, V 40": {"batch": 1, "time": 70, "key_heads": 1, "key_width": 96, "value_width": 40, "state": True},
     "K 100": {"batch": 1, "time": 35, "key_heads": 1, "key_width": 100, "value_width": 16},
+    "K 128": {"batch": 1, "time": 18, "key_heads": 1, "key_width": 128, "value_width": 16, "state": True},
     "K 192, V 48": {"batch": 1, "time": 33, "key_heads": 1, "key_width": 192, "value_width": 48},
+    "K 256": {"batch": 1, "time": 18, "key_heads": 1, "key_width": 256, "value_width": 16, "state": True},
+    "V 512": {"batch": 1, "time": 3, "key_heads": 1, "key_width": 16, "value_width": 512, "state": True},
     "an erase direction a key head": {"batch": 1, "time": 70, "key_heads": 1, "value_heads": 2, "gate": 0.05,
                                       "erase": "key", "key_width": 32, "value_width": 16, "state": True},
     "an erase direction a value head": {"batch": 1, "time": 35, "value_heads": 4, "erase": "value", "key_width": 24,
@@ -174,17 +178,8 @@ def check_poisoned(dtype: torch.dtype, device: str = "cpu", key_width: int = 20)
         wide[:, 32 : 32 + x.shape[1]] = x
         beside[name] = wide[:, 32 : 32 + x.shape[1]]
 
-    fresh = torch.empty
-
-    def poisoned(*args, **kwargs):
-        made = fresh(*args, **kwargs)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    torch.empty = poisoned
-    try:
+    with poisoned():
         found = output_state_and_gradients(run, DeltaRuleInputs(**beside))
-    finally:
-        torch.empty = fresh
     for name, right in expected.items():
         assert torch.equal(found[name], right), name
 

@@ -1,8 +1,6 @@
 """Cases of the product of few rows, against the same in fp64."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -13,6 +11,7 @@ from lapkernels._triton import is_interpreted
 from lapkernels.few_linear import few_linear, few_swiglu
 from lapkernels.few_linear.configs import choose
 from lapkernels.norm import swiglu
+from lapkernels.testing import poisoned
 
 SHAPES = {
     "16 rows": (16, 640, 256),
@@ -21,19 +20,6 @@ SHAPES = {
     "33 rows, deep": (33, 2600, 200),
 }
 """Rows, D and N."""
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """What is allocated is full of NaN, so that nothing that was not written passes for a result."""
-    was = torch.are_deterministic_algorithms_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(was)
 
 
 def _drawn(dtype: torch.dtype, device: str) -> Callable[..., Tensor]:

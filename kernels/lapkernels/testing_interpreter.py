@@ -1,4 +1,4 @@
-"""Triton's interpreter, quicker: for processes that test kernels in it."""
+"""Triton's interpreter, quicker and in its newest releases too: for processes that test kernels in it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ def quicken() -> None:
     from triton.runtime import interpreter
 
     parts: Any = interpreter
+    _true_masks(parts.InterpreterBuilder)
     if not all(hasattr(parts, name) for name in ("_patch_lang", "_LangPatchScope", "InterpretedFunction")):
         return
     prepare = parts._patch_lang
@@ -31,3 +32,21 @@ def quicken() -> None:
     # What a launch calls first; what it changes, it takes back at its end.
     parts._patch_lang = lambda _kernel: prepare(both)
     parts.InterpretedFunction.__call__ = call
+
+
+def _true_masks(builder: Any) -> None:
+    """Let masks be truth values where memory is read and written.
+
+    A comparison of scalars keeps the type of what was compared, and so does a block that it is spread over. Triton 3.9
+    refuses to read memory by such a mask, earlier ones took it.
+    """
+
+    def of_truths(member: Any, place: int) -> Any:
+        def access(self: Any, *args: Any, **kwargs: Any) -> Any:
+            args[place].data = args[place].data.astype(bool)
+            return member(self, *args, **kwargs)
+
+        return access
+
+    builder.create_masked_load = of_truths(builder.create_masked_load, 1)
+    builder.create_masked_store = of_truths(builder.create_masked_store, 2)

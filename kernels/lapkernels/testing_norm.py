@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapkernels.norm import rms_norm, swiglu
-from lapkernels.testing import assert_as_precise
-from lapkernels.testing_few import poisoned
+from lapkernels.testing import assert_as_precise, poisoned
 
 CASES: dict[str, dict[str, Any]] = {
     "alone": {},

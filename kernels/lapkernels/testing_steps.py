@@ -15,7 +15,7 @@ from lapkernels.decoding.configs import StepConfig
 from lapkernels.decoding.rows import ConvState
 from lapkernels.delta_step import delta_step
 from lapkernels.ssd_step import ssd_step
-from lapkernels.testing import assert_as_precise
+from lapkernels.testing import assert_as_precise, poisoned
 
 
 @dataclass
@@ -597,7 +597,7 @@ def follow(
     at_once: int,
     config: StepConfig | None,
 ) -> dict[str, Tensor]:
-    """Take whole sequences through a step, in a pool full of NaN, beside a padding row.
+    """Take whole sequences through a step, beside a padding row; the pool and all fresh memory are full of NaN.
 
     With several tokens a call, calls of 1, 2, .. tokens that count follow one another; the drafts behind those are
     right, and wrong, in turn.
@@ -633,7 +633,8 @@ def follow(
         }
         if at_once > 1:
             arguments["commit"] = torch.full((rows + 1,), count, device=device)
-        out = step(**case.views(given), **arguments, config=config)
+        with poisoned():
+            out = step(**case.views(given), **arguments, config=config)
         assert not out[-1].any(), "a padding row's output is not zero"
         outputs.append(out[:-1, :count])
         position += count

@@ -69,7 +69,10 @@ def run(
     ] = False,
     memory: Annotated[
         str | None,
-        typer.Option(help="decode: fill so much with sequences (80GiB) and measure there.", rich_help_panel=_CELLS),
+        typer.Option(
+            help="decode, which need not be named: fill so much with sequences (80GiB) and measure there.",
+            rich_help_panel=_CELLS,
+        ),
     ] = None,
     trials: Annotated[
         int, typer.Option(help="Independent trials, whose median is the figure.", rich_help_panel=_CELLS)
@@ -101,7 +104,8 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Print a table, or JSON."""
-    kind = "paper" if paper else what
+    # Sequences that fill memory are decoded, so that nobody needs to say so.
+    kind = "paper" if paper else "decode" if what is None and memory is not None else what
     if kind is None or (paper and what is not None):
         raise UsageError(
             "name one benchmark, or --paper",

@@ -46,8 +46,9 @@ def test_where_a_step_goes_is_told_by_kernel(lapcli):
     assert "between kernels" in err
 
 
-def test_memory_is_filled(lapcli):
-    code, out, _err = lapcli("bench", "decode", *FEW, "--memory", "1MiB", "--json")
+@pytest.mark.parametrize("named", [("decode",), ()], ids=["decode", "by itself"])
+def test_memory_is_filled(lapcli, named):
+    code, out, _err = lapcli("bench", *named, *FEW, "--memory", "1MiB", "--json")
     base, half = json.loads(out)["rows"]
     assert code == 0
     assert (base["memory"], base["status"]) == (2**20, "measured")

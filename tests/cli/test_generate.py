@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lapcli.families.loading import load_model, load_tokenizer, resolve_model
+from lapcli.runtime import Batch
 from lapcli.testing.decoding import full_logits
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.testing.stock_models import tiny_stock_model
@@ -38,6 +39,24 @@ def test_text_on_stdout_and_all_else_on_stderr(lapcli, tiny):
     assert "ended by: length" in err
     again = lapcli("generate", "To be", "--model", tiny, "--max-new-tokens", "12", "--ignore-eos", "--quiet")
     assert again == (0, out, "")
+
+
+def test_text_is_shown_while_it_is_made(lapcli, tiny, monkeypatch):
+    """Not only in the end: what a reader has, is counted before each step."""
+    shown, steps = [""], []
+
+    class Reader(io.StringIO):
+        def flush(self):
+            shown.append(self.getvalue())
+
+    advance = Batch.advance
+    monkeypatch.setattr(Batch, "advance", lambda batch: steps.append(len(shown[-1])) or advance(batch))
+    monkeypatch.setattr(sys, "stdout", Reader())
+    code, _out, err = lapcli("generate", "To be", "--model", tiny, "--max-new-tokens", "12", "--ignore-eos")
+    assert code == 0, err
+    assert shown[-1] == greedy(tiny, "To be", 12) + "\n"
+    # A token that ends within a character waits for the next one.
+    assert len(set(steps)) > 4
 
 
 def test_json_alone_on_stdout(lapcli, tiny):

@@ -5,7 +5,8 @@ import torch
 
 from lapkernels.few_linear import few_linear, few_swiglu, is_faster, select_impl, why_not
 from lapkernels.norm import rms_norm, swiglu
-from lapkernels.testing_few import SHAPES, check, check_gated, poisoned
+from lapkernels.testing import poisoned
+from lapkernels.testing_few import SHAPES, check, check_gated
 
 BF16 = torch.bfloat16
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

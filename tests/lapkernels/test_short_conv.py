@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from lapkernels.errors import InvalidInput, KernelUnavailable
 from lapkernels.short_conv import select_impl, short_conv, why_not
-from lapkernels.testing import assert_as_precise
-from lapkernels.testing_few import poisoned
+from lapkernels.testing import assert_as_precise, poisoned
 
 SHAPES = {"one step": (2, 1, 5, 4), "odd": (3, 70, 9, 4), "two taps": (1, 33, 130, 2), "one tap": (1, 4, 3, 1)}
 """B, T, C and W."""
