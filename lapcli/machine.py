@@ -145,13 +145,13 @@ class Machine:
         refuse_where_fla_cannot_run(config, device.type, dtype)
         if has_states(config):
             choice = kernel_choice(self.kernel, device, dtype, needs_gradient=needs_gradient)
-            self._require_fast(choice.name, choice.reason)
+            self.refuse_slow(choice.name, choice.reason)
             return
         for layer in layers[:1]:
             if layer.keys is not None:
                 # A stock model: its library binds the kernels.
                 if self.require_fast and device.type == "cpu":
-                    self._require_fast("PyTorch", "transformers' functions, on a CPU")
+                    self.refuse_slow("PyTorch", "transformers' functions, on a CPU")
                 if self.kernel != "auto":
                     raise ModelError(
                         f"--kernel {self.kernel}: transformers, which runs this model, chooses its kernels itself",
@@ -167,14 +167,23 @@ class Machine:
                 wrong = why_not(self.kernel, device, dtype, needs_gradient=needs_gradient, **shape)
                 if wrong is not None:
                     raise ModelError(f"--kernel {self.kernel} cannot run here: {wrong}", "use --kernel auto")
-                self._require_fast(self.kernel, "asked for by name")
+                self.refuse_slow(self.kernel, "asked for by name")
             else:
                 choice = select_impl(
                     device, dtype, time=1024, needs_gradient=needs_gradient, value_width=layer.value_width, **shape
                 )
-                self._require_fast(choice.name, choice.reason)
+                self.refuse_slow(choice.name, choice.reason)
 
-    def _require_fast(self, name: str, reason: str) -> None:
+    def refuse_slow(self, name: str, reason: str) -> None:
+        """Refuse a kernel that is no fast one where fast ones are required.
+
+        Args:
+            name: of the kernel that would run.
+            reason: why it would.
+
+        Raises:
+            ModelError: it is one of PyTorch's ways, and `require_fast` is set.
+        """
         if self.require_fast and name not in ("fla", "triton"):
             raise ModelError(
                 f"--require-fast: the {name} kernel would run ({reason})",
@@ -216,7 +225,7 @@ class Machine:
             )
             if wrong is not None:
                 raise ModelError(f"--kernel {name} cannot compute gradients here: {wrong}", "use --kernel auto")
-        self._require_fast(name, reason)
+        self.refuse_slow(name, reason)
         reporter.notice(f"kernel: {name} ({reason}), {_placement(model, device)}")
 
     def _announce_dual_states(
@@ -231,7 +240,7 @@ class Machine:
         if not holding:
             return False
         name, reason = kernel_choice(self.kernel, device, model.dtype, needs_gradient=needs_gradient)
-        self._require_fast(name, reason)
+        self.refuse_slow(name, reason)
         layers = f"{holding} of {model.config.num_hidden_layers} layers"
         reporter.notice(f"kernel: {name} ({reason}) in {layers}, {_placement(model, device)}")
         return True

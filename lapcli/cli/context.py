@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from lapcli.artifacts import RunDirectory
     from lapcli.families.source import ModelSource
+    from lapcli.machine import Machine
     from lapcli.recipe import CalibrationSettings, Model
 
 
@@ -71,6 +72,20 @@ def prompt_kernel(kernel: str) -> str:
     if kernel not in KERNELS:
         raise UsageError(f"--kernel {kernel!r} is none of {', '.join(KERNELS)}")
     return prefill_kernel(kernel)
+
+
+def refuse_steps(machine: "Machine", source: "ModelSource") -> None:
+    """Refuse at once what would keep an engine from decoding a model as it is asked to, and no loading could mend.
+
+    Raises:
+        ModelError: a kernel cannot run here; or fast ones are required, and the steps would run on a CPU.
+        UsageError: a device, dtype or kernel is none.
+    """
+    machine.check(source.config)
+    if machine.require_fast and machine.torch_device().type == "cpu":
+        raise ModelError(
+            "--require-fast: the steps would run in PyTorch, on a CPU", "use a CUDA device, or drop --require-fast"
+        )
 
 
 def state_dtype(name: str) -> "torch.dtype":

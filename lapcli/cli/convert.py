@@ -143,6 +143,7 @@ def run(
             rich_help_panel=_MACHINE,
         ),
     ] = False,
+    require_fast: options.RequireFast = False,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
     dry_run: options.DryRun = False,
@@ -181,6 +182,8 @@ def run(
         raise UsageError("--kernel is about --to dsla, not --to qdelta, which runs none")
     if to == "qdelta" and no_cuda_graphs:
         raise UsageError("--no-cuda-graphs is about --to dsla, not --to qdelta, which trains nothing")
+    if to == "qdelta" and require_fast:
+        raise UsageError("--require-fast is about --to dsla, not --to qdelta, which runs no kernel")
     if output is None:
         name = model or {"qdelta": "demo:gdn", "dsla": "demo:transformer"}[to]
         raise UsageError("--output is missing", f"for example: lapcli convert {name} --to {to} --output DIR")
@@ -202,7 +205,7 @@ def run(
     convert_dsla.to_dsla(
         model, fraction, output, given, recipe=recipe,
         tasks=task, limit=limit, micro_batch=micro_batch, device=device, dtype=dtype, kernel=kernel,
-        cuda_graphs=not no_cuda_graphs, **said,
+        cuda_graphs=not no_cuda_graphs, require_fast=require_fast, **said,
     )  # fmt: skip
 
 

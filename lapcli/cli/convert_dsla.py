@@ -31,6 +31,7 @@ def to_dsla(
     dtype: str,
     kernel: str = "auto",
     cuda_graphs: bool = True,
+    require_fast: bool = False,
     overwrite: bool,
     as_json: bool,
     dry_run: bool,
@@ -51,6 +52,7 @@ def to_dsla(
         dtype: of frozen weights.
         kernel: of the new layers.
         cuda_graphs: whether training steps are CUDA graphs on a GPU.
+        require_fast: whether it is an error when no fast one of them runs.
         overwrite: whether an earlier conversion gives way.
         as_json: whether the result goes to stdout.
         dry_run: whether to do nothing.
@@ -67,9 +69,11 @@ def to_dsla(
     base = None if recipe is None else read_conversion(find_recipe(recipe))
     source = resolve_model(model or (DEFAULT_TEACHER if base is None else base.model))
     context.refuse_within(output, source)
-    machine = Machine(device, dtype, kernel)
-    kernel_choice(kernel, machine.torch_device(), machine.torch_dtype(source.config), needs_gradient=True)
+    machine = Machine(device, dtype, kernel, require_fast)
+    choice = kernel_choice(kernel, machine.torch_device(), machine.torch_dtype(source.config), needs_gradient=True)
     settings = _settings(source, given, base)
+    if settings.layer.window is None:
+        machine.refuse_slow(choice.name, choice.reason)
     share = fraction or (DEFAULT_FRACTION if base is None else base.fraction)
     if base is not None:
         tasks, limit = base.tasks if tasks is None else tasks, base.limit if limit is None else limit
@@ -78,6 +82,8 @@ def to_dsla(
         display.would_do(plan.document(), as_json)
         return
     reporter = display.DisplayReporter(quiet or as_json)
+    if settings.layer.window is None and plan.done < plan.number:
+        reporter.notice(f"kernel: {choice.name} ({choice.reason}) in new layers, on {machine.torch_device()}")
     result = linearise_into(
         plan, machine=machine, micro_batch=micro_batch, tasks=tasks or [], limit=limit, cuda_graphs=cuda_graphs,
         reporter=reporter,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lapcli.cli import options
-from lapcli.errors import ModelError, UsageError
+from lapcli.errors import UsageError
 
 if TYPE_CHECKING:
     from lapcli.families.source import ModelSource
@@ -97,7 +97,7 @@ def run(
     )
     states = context.state_dtype(state_dtype)
     where, precision = machine.torch_device(), machine.torch_dtype(source.config)
-    _check_machine(machine, source)
+    context.refuse_steps(machine, source)
     tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     tokens = encode_prompts(tokenizer, texts)
     if not ignore_eos:
@@ -118,11 +118,8 @@ def run(
 
     engine = Engine.load(source, where, precision, kernel, trust_remote_code=trust_remote_code, **room)
     engine.warm_up([rows], settings)
-    if require_fast and not engine.path.fast:
-        raise ModelError(
-            f"--require-fast: {engine.path}",
-            "use a CUDA device with triton and a model that has fused steps, or drop --require-fast",
-        )
+    if require_fast:
+        engine.path.refuse_slow()
     reporter.notice(str(engine.path))
     _generate(engine, tokenizer, texts, tokens, settings, source=source, as_json=as_json, quiet=quiet)
 
@@ -208,16 +205,6 @@ def _text(prompt: str) -> str:
         return sys.stdin.read() if raw is None else raw.read().decode("utf-8")
     except UnicodeError as error:
         raise UsageError("the prompt is not UTF-8", "convert it first, for example with iconv -t UTF-8") from error
-
-
-def _check_machine(machine: Any, source: "ModelSource") -> None:
-    """Refuse at once what no loading could mend."""
-    machine.check(source.config)
-    if machine.require_fast and machine.torch_device().type == "cpu":
-        raise ModelError(
-            "--require-fast: the steps would run in PyTorch, on a CPU",
-            "use a CUDA device, or drop --require-fast",
-        )
 
 
 def _warn_of_length(source: "ModelSource", length: int, reporter: "Reporter") -> None:

@@ -119,6 +119,7 @@ def run(
     ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    require_fast: options.RequireFast = False,
     as_json: options.Json = False,
     dry_run: options.DryRun = False,
     quiet: options.Quiet = False,
@@ -147,7 +148,7 @@ def run(
         refuse_unmarked(output, _BEGINNING, "lapcli replay")
     wish = Wish(None, None, max_ppl_increase, caps, offload)
     size = None if memory is None else memory_bytes(memory)
-    engine = Engines(model, size, max_length, max_rows, max_waiting, device, dtype, replicas)
+    engine = Engines(model, size, max_length, max_rows, max_waiting, device, dtype, replicas, require_fast)
     chosen = None if modes is None else parse_modes(modes)
     engine.check(chosen, wish, simulated=simulate is not None, url=url)
     limit = DEFAULT_INCREASE if wish.limit is None else wish.limit

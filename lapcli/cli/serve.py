@@ -146,6 +146,7 @@ def run(
     dtype: options.Dtype = "auto",
     kernel: options.DecodeKernel = "auto",
     state_dtype: options.StateDtype = "float32",
+    require_fast: options.RequireFast = False,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
     dry_run: options.DryRun = False,
@@ -184,9 +185,11 @@ def run(
         source = context.last_model(model, context.run_directory(run_path))
     else:
         source, name = resolve_model(str(found.conversion.place.base)), name or found.conversion.root.resolve().name
-    machine = Machine(device, dtype, context.prompt_kernel(kernel), trust_remote_code=trust_remote_code)
+    machine = Machine(
+        device, dtype, context.prompt_kernel(kernel), require_fast=require_fast, trust_remote_code=trust_remote_code
+    )
     states = context.state_dtype(state_dtype)
-    machine.check(source.config)
+    context.refuse_steps(machine, source)
     made_for = longest_sequence(source.config)
     settings = EngineSettings(
         model=str(source.path) if source.revision else source.name,
@@ -198,6 +201,7 @@ def run(
         max_rows=max_rows,
         memory=None if memory is None else memory_bytes(memory),
         piece=prefill_tokens,
+        require_fast=require_fast,
         trust_remote_code=trust_remote_code,
         **({} if found is None else found.settings),
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lapcli.errors import UsageError
+from lapcli.errors import ModelError, UsageError
 
 Reason = Literal["eos", "stop", "length", "full", "cancelled"]
 """Why a row ended: an end token, a stop string, as many tokens as asked for, no room for more, or somebody said so."""
@@ -72,6 +72,18 @@ class DecodePath(NamedTuple):
     def fast(self) -> bool:
         """Whether this is what the machine should give: fused steps of compiled kernels, replayed as graphs."""
         return self.graph and self.kernel == "triton" and self.name in ("fused", "library")
+
+    def refuse_slow(self) -> None:
+        """Refuse it where it is no fast one, for whoever asked for that.
+
+        Raises:
+            ModelError: it is not.
+        """
+        if not self.fast:
+            raise ModelError(
+                f"--require-fast: {self}",
+                "use a CUDA device with triton and a model that has fused steps, or drop --require-fast",
+            )
 
     def __str__(self) -> str:
         how = {"fused": "fused steps", "library": "the library's layers over static states"}.get(

@@ -41,6 +41,7 @@ class Engines(NamedTuple):
         device: where.
         dtype: of weights.
         replicas: how many, of a simulation.
+        require_fast: whether it is an error when no fast kernels run.
     """
 
     model: str | None
@@ -51,6 +52,7 @@ class Engines(NamedTuple):
     device: str
     dtype: str
     replicas: int
+    require_fast: bool = False
 
     def check(self, modes: list[Mode] | None, wish: Wish, *, simulated: bool, url: str | None) -> None:
         """Refuse what does not go together, before anything is read.
@@ -61,7 +63,7 @@ class Engines(NamedTuple):
         adaptive = modes is not None and any(mode.fraction is None for mode in modes)
         adapting = {"--max-ppl-increase": wish.max_ppl_increase, "--caps": wish.caps, "--offload": wish.offload or None}
         here = {"--model": self.model, "--memory": self.memory, "--max-length": self.max_length}
-        here |= {"--max-rows": self.max_rows}
+        here |= {"--max-rows": self.max_rows, "--require-fast": self.require_fast or None}
         for option, value in adapting.items():
             if value is not None and not adaptive:
                 raise UsageError(f"{option} is for --modes with adaptive among them", f"drop {option}")
@@ -119,6 +121,7 @@ class Engines(NamedTuple):
         for option, value in (("max-length", self.max_length), ("max-rows", self.max_rows)):
             found += [] if value is None else [f"--{option}", str(value)]
         found += [] if self.memory is None else ["--memory", f"{self.memory}B"]
+        found += ["--require-fast"] if self.require_fast else []
         if mode.fraction is None:
             found += [] if wish.max_ppl_increase is None else ["--max-ppl-increase", wish.max_ppl_increase]
             found += [] if wish.caps is None else ["--caps", wish.caps]
@@ -221,6 +224,7 @@ class Engines(NamedTuple):
             max_length=window,
             max_rows=self.max_rows,
             memory=self.memory,
+            require_fast=self.require_fast,
             **converted,
         )
         if found is None:

@@ -26,6 +26,7 @@ class EngineSettings:
         max_rows: requests decoded together; `None` for what memory holds.
         memory: bytes that weights, states, keys and values may take; `None` for most of what is free on a GPU.
         piece: prompt tokens between two steps, at most; `None` for what suits the device.
+        require_fast: whether an engine that decodes in PyTorch, or without graphs, is an error.
         trust_remote_code: whether code in the model's directory may run.
         conversion: the directory of a conversion, whose teacher `model` is; `None` for a model by itself.
         configurations: how many of the conversion's layers, in their order, are converted in each of the configurations
@@ -42,6 +43,7 @@ class EngineSettings:
     max_rows: int | None = None
     memory: int | None = None
     piece: int | None = None
+    require_fast: bool = False
     trust_remote_code: bool = False
     conversion: str | None = None
     configurations: Sequence[int] = ()

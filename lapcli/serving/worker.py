@@ -106,6 +106,8 @@ def prepare(settings: EngineSettings) -> "tuple[Batch, dict[str, Any]]":
     # Where kernels are tuned as they first run, requests would wait for it.
     with shortage_said(settings, "room was made"), quick_searches() if memory is not None else contextlib.nullcontext():
         engine, room, needs = _engine(settings, model, memory)
+    if settings.require_fast:
+        engine.path.refuse_slow()
     facts = {
         "max_length": settings.max_length,
         "rows": room.rows,

@@ -111,6 +111,7 @@ def test_convert_and_export(lapcli, teacher, text, tmp_path):
         (("--to", "qdelta", "--output", "x", "--no-fit"), "--no-fit is about --to dsla"),
         (("--to", "qdelta", "--output", "x", "--kernel", "chunked"), "--kernel is about --to dsla"),
         (("--to", "qdelta", "--output", "x", "--no-cuda-graphs"), "--no-cuda-graphs is about --to dsla"),
+        (("--to", "qdelta", "--output", "x", "--require-fast"), "--require-fast is about --to dsla"),
         (("--to", "dsla", "--output", "x", "--export", "0.5"), "a model beside --export"),
         (("--to", "dsla", "--output", "x", "--export-to", "y"), "--export-to without --export"),
         (("--to", "dsla", "--output", "x", "--seq-len", "4096"), "longer than the 512 tokens"),
@@ -153,20 +154,23 @@ def test_the_kernel_that_is_named_runs_in_every_new_layer(lapcli, teacher, text,
     assert code == 0, err
     assert len(asked) > 3
     assert set(asked) == {kernel}
+    assert sum(f"kernel: {kernel} (asked for by name) in new layers" in line for line in err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("kernel", "code", "said"),
+    ("option", "said"),
     [
-        ("fla", 1, "--kernel fla cannot run here: "),
-        ("triton", 1, "--kernel triton: layers with gated states have auto, reference, chunked, fla"),
+        (("--kernel", "fla"), "--kernel fla cannot run here: "),
+        (("--kernel", "triton"), "--kernel triton: layers with gated states have auto, reference, chunked, fla"),
+        (("--require-fast",), "--require-fast: the chunked kernel would run"),
     ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
-def test_a_kernel_that_cannot_run_is_refused_before_any_work(lapcli, teacher, tmp_path, kernel, code, said):
-    job = ("convert", teacher, "--to", "dsla", "--output", tmp_path / "x", "--kernel", kernel, "--device", "cpu")
+def test_a_kernel_that_cannot_run_is_refused_before_any_work(lapcli, teacher, tmp_path, option, said):
+    job = ("convert", teacher, "--to", "dsla", "--output", tmp_path / "x", *option, "--device", "cpu")
     for more in ((), ("--dry-run",)):
         found, _out, err = lapcli(*job, *more)
-        assert found == code
+        assert found == 1
         assert said in " ".join(err.split())
     assert not (tmp_path / "x").exists()
 

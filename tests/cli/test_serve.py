@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lapcli.cli.app import main
-from lapcli.errors import UsageError
+from lapcli.errors import ModelError, UsageError
 from lapcli.families.loading import load_tokenizer, resolve_model
 from lapcli.serving.assembling import model_name, read_chat_template
 from lapcli.serving.modes import Wish, find_conversion
@@ -78,6 +78,7 @@ def test_what_it_would_do(monkeypatch, capsys, tmp_path):
         (["--port", "70000"], 2, ["--port 70000"]),
         (["--port", "-1"], 2, ["--port -1"]),
         (["--device", "cuda:77"], 2, ["cuda:77"]),
+        (["--require-fast", "--device", "cpu"], 1, ["--require-fast", "on a CPU"]),
         (["no-such-model/here"], 1, ["no-such-model"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -204,6 +205,14 @@ def test_a_whole_life(started, tmp_path):
     while os.path.exists(f"/proc/{engine}"):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_an_engine_that_is_not_fast_is_refused_where_it_must_be(tmp_path):
+    """What no dry run can know: whether steps could be captured."""
+    model = str(tiny_gated_deltanet(tmp_path / "tiny"))
+    settings = EngineSettings(model, "cpu", "float32", max_length=64, require_fast=True)
+    with pytest.raises(ModelError, match="--require-fast: decoding: fused steps, step kernel: reference"):
+        prepare(settings)
 
 
 def test_a_dry_run_knows_what_memory_holds(monkeypatch, capsys, conversion):

@@ -36,6 +36,17 @@ def test_every_command_and_option_has_help():
             assert parameter.help, (name, parameter.name)
 
 
+def test_every_command_that_computes_can_be_told_to_be_fast():
+    """Case 22: whatever runs a model on a device says so, and fails where that is not a fast one."""
+    options = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in typer.main.get_command(app).commands.items()
+    }
+    computing = {name for name, some in options.items() if "--device" in some}
+    assert computing >= {"calibrate", "eval", "recover", "generate", "serve", "convert", "train", "bench", "doctor"}
+    assert {name for name, some in options.items() if "--require-fast" in some} == computing
+
+
 def test_each_stage_has_a_page_a_module_and_a_command():
     commands = typer.main.get_command(app).commands
     for stage in STAGES:

@@ -150,6 +150,7 @@ def test_a_server_that_cannot_begin(conversion):
         (["--modes", "never", "--model", "CONVERSION", "--replicas", "2"], "--replicas 2 is for --simulate"),
         (["--modes", "never", "--model", "CONVERSION", "--memory", "5"], "did you mean 5GiB"),
         (["--max-rows", "5"], "--max-rows is for engines that are started or simulated here"),
+        (["--require-fast"], "--require-fast is for engines that are started or simulated here"),
         (["--offload"], "--offload is for --modes"),
         (["--max-length", "0"], "--max-length 0"),
         (["--modes", "never", "--simulate", "COSTS"], "of x, which comes in one configuration"),
