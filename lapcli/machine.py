@@ -207,7 +207,7 @@ class Machine:
         if not hasattr(model, "kernel_choice"):
             place = device or model.device
             if not self._announce_dual_states(model, reporter, place, needs_gradient=needs_gradient):
-                self._announce_library(model, reporter, device)
+                self._announce_library(model, reporter, device, needs_gradient=needs_gradient)
             return
         name, reason = model.kernel_choice(2, training=needs_gradient, device=device)
         if needs_gradient and self.kernel == name:
@@ -245,14 +245,16 @@ class Machine:
         reporter.notice(f"kernel: {name} ({reason}) in {layers}, {_placement(model, device)}")
         return True
 
-    def _announce_library(self, model: Any, reporter: Reporter, device: torch.device | None) -> None:
+    def _announce_library(
+        self, model: Any, reporter: Reporter, device: torch.device | None, *, needs_gradient: bool
+    ) -> None:
         from lapcli.families.library_kernels import kernels_of
 
         where = _placement(model, device)
         if type(model).__module__.startswith("fla."):
             reporter.notice(f"kernels: fla's, {where}")
             return
-        found = kernels_of(model, device)
+        found = kernels_of(model, device, needs_gradient=needs_gradient)
         slow = sorted(name for name, package in found.items() if package == "PyTorch")
         if self.require_fast and (slow or not found):
             raise ModelError(

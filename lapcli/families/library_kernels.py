@@ -4,8 +4,8 @@ transformers binds functions of `fla`, `causal_conv1d` and `mamba_ssm` when a mo
 packages that are installed, whatever the device. On a CPU those fail ("0 active drivers"), and the names are the
 module's, so all models of a class share them. A function that looks at the device of what it is given takes the place
 of each binding in the module's namespace: on a CPU it calls the module's own PyTorch function, which transformers keeps
-behind the binding, elsewhere the binding. Where the `kernels` package is installed too, each binding lies in an
-`nn.Module` of its own. No file of the library is touched.
+behind the binding; elsewhere what lapkernels have in its place (`stand_ins`), or the binding. Where the `kernels`
+package is installed too, each binding lies in an `nn.Module` of its own. No file of the library is touched.
 """
 
 import functools
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lapcli.families.stand_ins import STAND_INS, stands_in
 
 _BOUND_IN = "hub_kernels"
 _CHOICE = "_lapcli_choice"
@@ -31,6 +33,7 @@ class _Choice:
         name: what the package calls the function.
         package: whose function was bound, or `"PyTorch"`.
         without_gradient: whether it runs the package's function only where nothing asks for a gradient.
+        stand_in: what goes first, and gives `None` for a call that it does not take; `None` for nothing.
     """
 
     def __init__(self, fast: Callable[..., Any], function: Callable[..., Any], name: str):
@@ -39,6 +42,7 @@ class _Choice:
         self.name = str(inspect.getclosurevars(function).nonlocals.get("func_name", name))
         self.package = _package(function)
         self.without_gradient = False
+        self.stand_in = STAND_INS.get(self.name)
 
     def function(self) -> Callable[..., Any]:
         """The function itself, with the PyTorch function's name and signature."""
@@ -46,9 +50,13 @@ class _Choice:
         @functools.wraps(self.plain)
         def by_device(*args: Any, **kwargs: Any) -> Any:
             tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            if _runs_pytorch(tensors[0].device):
+                return self.plain(*args, **kwargs)
+            found = None if self.stand_in is None else self.stand_in(*args, **kwargs)
+            if found is not None:
+                return found
             avoided = self.without_gradient and torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-            run = self.plain if avoided or _runs_pytorch(tensors[0].device) else self.fast
-            return run(*args, **kwargs)
+            return (self.plain if avoided else self.fast)(*args, **kwargs)
 
         setattr(by_device, _CHOICE, self)
         return by_device
@@ -65,6 +73,17 @@ def choose_by_device(model: nn.Module) -> None:
             function = _bound(value)
             if function is not None:
                 setattr(module, name, _Choice(value, function, name).function())
+
+
+def let_lapkernels_stand_in(model: nn.Module, whether: bool) -> None:
+    """Say whether lapkernels go first where they have a function of the library's; they do unless told otherwise.
+
+    Args:
+        model: any; it holds for all models of its class.
+        whether: no, to measure the library as it is.
+    """
+    for each in _chosen(model):
+        each.stand_in = STAND_INS.get(each.name) if whether else None
 
 
 def differentiate_without(model: nn.Module, package: str) -> tuple[str, ...]:
@@ -86,20 +105,28 @@ def differentiate_without(model: nn.Module, package: str) -> tuple[str, ...]:
     return tuple(f"{package}'s {each.name}" for each in found)
 
 
-def kernels_of(model: nn.Module, device: torch.device | None = None) -> dict[str, str]:
-    """What runs each of a model's replaceable library functions where no gradient is asked for.
+def kernels_of(model: nn.Module, device: torch.device | None = None, *, needs_gradient: bool = False) -> dict[str, str]:
+    """What runs each of a model's replaceable library functions; of those over many tokens, over many.
 
     Args:
         model: any model.
         device: where it will compute, if not where its weights are; where some are on a GPU, all compute there.
+        needs_gradient: whether a backward pass will follow, as far as it changes what lapkernels do.
 
     Returns:
-        A package's name, or `"PyTorch"`, by the package's names of the functions.
+        A package's name, `"lapkernels"` or `"PyTorch"`, by the package's names of the functions.
     """
     places = {parameter.device.type: parameter.device for parameter in model.parameters()}
     devices = [device] if device is not None else list(places.values())
-    slow = all(map(_runs_pytorch, devices))
-    return {each.name: "PyTorch" if slow else each.package for each in _chosen(model)}
+    fast = next((each for each in devices if not _runs_pytorch(each)), None)
+    if fast is None:
+        return {each.name: "PyTorch" for each in _chosen(model)}
+
+    def runs(each: _Choice) -> str:
+        first = each.stand_in is not None and stands_in(each.name, model, fast, needs_gradient=needs_gradient)
+        return "lapkernels" if first else each.package
+
+    return {each.name: runs(each) for each in _chosen(model)}
 
 
 def _runs_pytorch(device: torch.device) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lapcli.errors import FamilyError
-from lapcli.families.library_kernels import differentiate_without
+from lapcli.families.library_kernels import differentiate_without, kernels_of
 from lapcli.reporting import Reporter
 
 
@@ -26,7 +26,8 @@ def use_right_gradients(model: Any, device: torch.device, reporter: Reporter) ->
             raise FamilyError(wrong, "pip install tilelang (with nvcc), or triton 3.7.1 or newer")
         return
     replaced = differentiate_without(model, "fla")
-    if replaced:
+    # Whose step by step function is of decoding, which nobody differentiates.
+    if replaced and "lapkernels" not in kernels_of(model, device, needs_gradient=True).values():
         reporter.warn(
             f"{wrong}: transformers' PyTorch functions run instead of {', '.join(replaced)}. That is right and much "
             "slower; install tilelang (with nvcc), or triton 3.7.1 or newer, for fla's"

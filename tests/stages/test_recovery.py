@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lapcli.artifacts import RunDirectory
 from lapcli.cli.context import loading
 from lapcli.errors import ArtifactError, DataError, FamilyError, ModelError, RecipeError
+from lapcli.families import stand_ins
 from lapcli.families.loading import load_model
 from lapcli.families.registry import family_for
 from lapcli.families.right_gradients import use_right_gradients
@@ -28,6 +30,7 @@ from lapcli.testing.stock_models import tiny_stock_model
 from lapcli.training import reload as reloading
 from lapcli.training.engine import Execution
 from lapkernels.delta_rule import fla_backend
+from lapkernels.delta_rule.api import Choice
 
 EXECUTION = Execution(micro_batch=2, save_every=2)
 
@@ -453,6 +456,7 @@ def test_where_flas_gradients_are_wrong_pytorch_runs(tmp_path, monkeypatch):
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     package = ModuleType("fla")
+    package.__spec__ = ModuleSpec("fla", None)
     package.chunk_gated_delta_rule = lambda *_arguments, **_options: None
     monkeypatch.setitem(sys.modules, "fla", package)
     bound = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(torch.nn.functional.silu)
@@ -467,6 +471,11 @@ def test_where_flas_gradients_are_wrong_pytorch_runs(tmp_path, monkeypatch):
         assert bool(reporter.warnings) == (wrong is not None)
     assert "wrong here" in reporter.warnings[0]
     assert "fla's chunk_gated_delta_rule" in reporter.warnings[0]
+    # Where lapkernels run it, they have the gradient.
+    monkeypatch.setattr(stand_ins, "select_impl", lambda *_, **__: Choice("triton", "of the test"))
+    reporter = SilentReporter()
+    use_right_gradients(model, torch.device("cuda"), reporter)
+    assert reporter.warnings == []
 
 
 def test_a_plan_counts_what_it_will_do(made, words, run):

@@ -22,6 +22,7 @@ from lapcli.benchmarks.speed.library import why_no_fla
 from lapcli.benchmarks.speed.models import CHUNK, STEPS, Model
 from lapcli.benchmarks.speed.results import Cell, Results, Row
 from lapcli.families.dual_state import has_states, set_kernel
+from lapcli.families.library_kernels import let_lapkernels_stand_in
 from lapcli.families.taps import CACHES
 from lapcli.models.cache import RecurrentCache
 from lapcli.runtime.pieces import Pieces
@@ -32,7 +33,7 @@ from lapkernels.timing import measure
 WAYS = ("lapcli", "triton", "fla", "library", "pytorch")
 """`lapcli`: the prefill of lapcli's engine, with the kernel that `auto` takes; `triton` and `pytorch`: the same with
 lapcli's kernels, or the chunked form in PyTorch, where `auto` takes another; `fla`: fla's model; `library`: a model of
-transformers."""
+transformers, without lapkernels in it."""
 _KERNELS = {"triton": "triton", "pytorch": "chunked"}
 GATE_TOKENS = 130
 """Tokens that are compared before any prompt is timed: two chunks and a rest."""
@@ -79,6 +80,8 @@ def prefill_of(way: str, model: Model) -> Callable[[Tensor], Tensor]:
     """What runs prompts `[B, T]` and returns the last logits, keeping the state as a generation would."""
     kernel = _KERNELS.get(way, "auto")
     ours: Any = model.fla if way == "fla" else model.ours
+    if not model.is_own:
+        let_lapkernels_stand_in(ours, way != "library")
     argument = cache_argument(ours.forward)
     own = way != "fla" and model.is_own
     # As the engine runs a prompt of one row.

@@ -1,0 +1,103 @@
+"""lapkernels' functions in the place of those that a library's model calls, where they are right and the fastest.
+
+transformers' Qwen3-Next, Qwen3.5, OLMo-Hybrid and Lara-Mini run prompts and training through fla's
+`chunk_gated_delta_rule`, or PyTorch's where fla is missing. fla's is fast at K = V = 128 where FlashQLA is installed,
+and slow at the widths that pruning leaves.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapkernels.delta_rule import delta_rule, select_impl
+
+_OTHERWISE = frozenset(
+    {"A_log", "dt_bias", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
+     "transpose_state_layout", "head_first"}
+)  # fmt: skip
+"""Arguments of fla's function that mean another one; no model passes them yet."""
+
+LONG = 1024
+"""Tokens of a usual prompt or training sequence, for whoever asks without one."""
+
+
+def chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None] | None:
+    """The library's function of this name by `delta_rule`'s Triton kernels, or `None` where that is not the choice.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: likewise.
+        value: `[B, T, HV, V]`; HV is a multiple of H.
+        g: `[B, T, HV]`, log decay.
+        beta: `[B, T, HV]`.
+        chunk_size: passed over: it changes no result.
+        initial_state: `[B, HV, K, V]`.
+        output_final_state: whether the state is wanted.
+        use_qk_l2norm_in_kernel: whether query and key get unit length.
+        scale: factor on query; `None` for `K ** -0.5`.
+        cu_seqlens: boundaries of packed sequences.
+        others: passed over, as the library does, but for those that mean another function.
+
+    Returns:
+        The output `[B, T, HV, V]` and the state, in fp32, or `None` in its place; or `None` for both.
+    """
+    if torch.compiler.is_compiling() or _OTHERWISE & others.keys():
+        return None
+    given = (query, key, value, g, beta, initial_state)
+    gradient = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
+    if not _is_the_choice(query.device, query.dtype, query.shape[-1], value.shape[-1], query.shape[1], gradient):
+        return None
+    return delta_rule(
+        query, key, value, beta, g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, impl="triton",
+    )  # fmt: skip
+
+
+def _is_the_choice(
+    device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, time: int, needs_gradient: bool
+) -> bool:
+    choice = select_impl(
+        device, dtype, key_width=key_width, value_width=value_width, time=time, gated=True,
+        needs_gradient=needs_gradient,
+    )  # fmt: skip
+    return choice.name == "triton"
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {"chunk_gated_delta_rule": chunk_gated_delta_rule}
+"""By the name of the function whose place they take."""
+
+
+def stands_in(name: str, model: Any, device: torch.device, *, needs_gradient: bool = False) -> bool:
+    """Whether the stand-in of a function, if it has one, is what a model runs over many tokens.
+
+    Args:
+        name: of the function.
+        model: of transformers.
+        device: where it computes.
+        needs_gradient: whether a backward pass will follow.
+    """
+    # Here, since families come from there.
+    from lapcli.families.registry import find_family
+
+    if name not in STAND_INS:
+        return False
+    config = model.config.to_dict()
+    family = find_family(config)
+    layers = () if family is None else family.layers(config)
+    widths = {(layer.key_width, layer.value_width) for layer in layers}
+    return bool(widths) and all(_is_the_choice(device, model.dtype, *each, LONG, needs_gradient) for each in widths)
