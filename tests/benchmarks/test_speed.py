@@ -32,7 +32,7 @@ from lapcli.errors import ArtifactError, ModelError, UsageError
 from lapcli.testing.stock_models import tiny_stock_model
 
 CPU = torch.device("cpu")
-FEW = DecodeSettings(warmup=1, repeats=3, trials=1, limit=0.2, latency_tokens=4, generated=(2, 4))
+FEW = DecodeSettings(warmup=1, repeats=3, trials=1, limit=0.2, latency_tokens=4, generated=(2, 12))
 MACHINE = {"device": "a machine", "copy_bytes": 1e9, "product_flops": 1e10, "date": "2026-11-30", "versions": {}}
 
 
@@ -70,6 +70,14 @@ def test_every_way_of_every_width_is_judged_and_timed():
         ("fla", "fla needs a GPU"),
         ("library", "lapcli and fla have this model, transformers has not"),
     ]
+
+
+def test_a_generation_that_took_less_than_no_time_is_no_measurement(monkeypatch):
+    """Of a machine that others use, the longer of two may be the faster one."""
+    monkeypatch.setattr(decode, "generate_seconds", lambda *_: -1e-6)
+    rows = run_decode(collected(), toy("0"), ways=("library",), generate=True)
+    (row,) = [row for row in rows if row.cell.what == "generate"]
+    assert (row.status, row.seconds) == ("failed", None)
 
 
 def test_states_in_half_precision_are_judged_by_what_they_can_hold():

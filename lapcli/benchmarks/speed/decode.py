@@ -443,6 +443,8 @@ def _generate_row(cell: Cell, model: Model, results: Results, settings: DecodeSe
         library = model.fla if from_fla else model.ours
         found = [generate_seconds(library, prompt, few, many, clock) for _ in range(settings.trials)]
     seconds = sorted(found)[len(found) // 2]
+    if not seconds > 0:
+        return Row(cell, "failed", "a longer generation took no longer than a shorter one: other work disturbs both")
     floor = step_floor(model, cell.batch, cell.tokens, results.machine["copy_bytes"], _itemsize(cell.state_dtype))
     source = (
         "" if cell.way == "lapcli" else f"{type(model.ours).__name__} of {'fla' if _by_fla(model) else 'this process'}"
