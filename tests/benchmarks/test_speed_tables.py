@@ -36,6 +36,9 @@ DECODE = [
 ]
 
 
+GENERATED = [row("generate", 128, way, seconds, batch=1) for way, seconds in (("lapcli", 1e-3), ("library", 2e-2))]
+
+
 def test_ways_stand_side_by_side_beside_the_floor_and_the_unpruned_baseline():
     (table,) = tables(DECODE)
     assert table.columns == [
@@ -121,7 +124,7 @@ def measured(tmp_path):
          "product_flops": 7.8e14},
         path=tmp_path / "decode.json",
     )  # fmt: skip
-    for each in DECODE:
+    for each in (*DECODE, *GENERATED):
         results.add(each)
     return tmp_path
 
@@ -154,6 +157,7 @@ def test_the_page_holds_what_was_measured_and_nothing_else(measured, write_page)
         "| gdn, 128 | 64 | 512 | 1.6 | 2 | 4 | 1.25 | 2.00 | 2.50 |",
         "| decode, batch 64, half the state: times unpruned fla with a graph | >= 2.2 | 2.50 | yes |",
         "| decode, batch 64, half the state: of the floor | <= 1.25 | 1.25 | yes |",
+        "times the library's `generate` of the same model | >= 15 | 20.00 | yes |",
     ):  # fmt: skip
         assert said in text, said
     # Of what was not measured there is no line.
