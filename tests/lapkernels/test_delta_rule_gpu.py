@@ -1,16 +1,19 @@
 """The delta rule on a GPU: fla's kernels against the recurrence, and the PyTorch form compiled and captured."""
 
+import importlib
 import itertools
 
 import pytest
 import torch
 
+from lapkernels._triton import is_hopper, triton_version
 from lapkernels.delta_rule import delta_rule, select_impl, why_not
 from lapkernels.testing import (
     DeltaRuleInputs,
     assert_as_precise,
     delta_rule_inputs,
     output_state_and_gradients,
+    precisions,
     relative_error,
     transition_recurrence,
 )
@@ -153,6 +156,38 @@ def test_fla_backward(gate, mixing):
         dtype=BF16,
         terms=64,
     )
+
+
+def test_what_is_miscompiled_is_seen(monkeypatch):
+    """Case 14: where fla refuses its own gated backward pass, the measure that ours are held to finds it wrong.
+
+    Otherwise this measure would say nothing of kernels that the same compiler made (`test_delta_rule_triton_gpu.py`).
+    """
+    chunk_o = pytest.importorskip("fla.ops.common.chunk_o")
+    version = triton_version()
+    assert version is not None
+    if not is_hopper() or not (3, 4) <= version < (3, 7, 1):
+        pytest.skip("triton compiles it right here")
+    # It would refuse, or leave it to tilelang.
+    monkeypatch.setattr(chunk_o, "IS_NVIDIA_HOPPER", False)
+    monkeypatch.setenv("FLA_TILELANG", "0")
+    kernel = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+
+    def by_fla(x):
+        return kernel(x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, output_final_state=True)
+
+    bad = set()
+    for key_width in (64, 128):
+        narrow = delta_rule_inputs(
+            time=200, value_heads=2, key_width=key_width, value_width=128, state=True, gate=0.1
+        ).to(BF16)
+        wide = narrow.to(torch.float64)
+        actual = output_state_and_gradients(by_fla, narrow.to(device="cuda"))
+        truth = output_state_and_gradients(transition_recurrence, wide)
+        plain = output_state_and_gradients(lambda x: transition_recurrence(x, rounding=BF16), wide)
+        bad |= {each.name for each in precisions(actual, truth, plain, BF16, terms=64) if not each.holds}
+    assert bad
+    assert all(name.startswith("d") for name in bad), bad
 
 
 @pytest.mark.parametrize(

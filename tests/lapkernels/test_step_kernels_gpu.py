@@ -90,6 +90,44 @@ def test_more_heads_than_a_grid_axis_has_room_for():
         assert torch.equal(state, alone.expand_as(state))
 
 
+def test_more_heads_of_mamba_than_a_grid_axis_has_room_for():
+    """Case 16: the same of Mamba-2, with programs that meet for a norm over two heads."""
+    case = ssd_step_case(batch=1, tokens=1, groups=1, heads=2, state_width=16, head_width=16, norm_groups=1, taps=None)
+    case, rows = case.to(F32, "cuda"), 40000
+    given = {name: x.expand(rows, *x.shape[1:]) for name, x in case.tokens(0, 1).items() if x is not None}
+    state, alone = (torch.full((count, 2, 16, 16), 0.5, device="cuda") for count in (rows, 1))
+    for config in (StepConfig(16, 1, 1), StepConfig(4, 1, 4)):
+        out = ssd_step(**given, **case.constants(), state=state, config=config)
+        one = ssd_step(**case.tokens(0, 1), **case.constants(), state=alone, config=config)
+        assert torch.equal(out, one.expand_as(out))
+        assert torch.equal(state, alone.expand_as(state))
+
+
+def test_a_pool_of_mamba_above_2_to_the_31():
+    """Case 16: rows at both ends of a pool of 2.3 G numbers, in the order that is allocated and in the library's."""
+    slots, heads = 4400, 64
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GiB of GPU memory")
+    case = ssd_step_case(batch=2, tokens=1, groups=8, heads=heads, state_width=128, head_width=64, norm_groups=8)
+    case = case.to(BF16, "cuda")
+    ends, position = torch.tensor([slots - 1, 0], device="cuda"), torch.tensor([5, 7], device="cuda")
+    for value_major in (False, True):
+        pool, small = (case.state(n, BF16, value_major=value_major).zero_() for n in (slots, 2))
+        convs = [case.conv(n) for n in (slots, 2)]
+        for conv in convs:
+            conv.inputs.fill_(0.25)
+        start = torch.randn_like(small)
+        pool[ends], small[:] = start, start
+        outs = [
+            ssd_step(**case.tokens(0, 1), **case.constants(), state=state, conv=conv, slots=where, position=position)
+            for state, conv, where in ((pool, convs[0], ends), (small, convs[1], None))
+        ]
+        assert torch.equal(*outs)
+        assert torch.equal(pool[ends], small)
+        assert not pool[1 : slots - 1].any()
+        del pool
+
+
 @pytest.mark.parametrize("config", [None, StepConfig(64, 4, 1, apart=True)], ids=["table", "apart"])
 def test_a_pool_above_2_to_the_31(config):
     """Case 16: rows at both ends of a pool of 2.3 G numbers."""
