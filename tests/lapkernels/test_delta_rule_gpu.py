@@ -177,7 +177,8 @@ def test_what_is_miscompiled_is_seen(monkeypatch):
         return kernel(x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, output_final_state=True)
 
     bad = set()
-    for key_width in (64, 128):
+    # Neither is what FlashQLA takes.
+    for key_width in (64, 96):
         narrow = delta_rule_inputs(
             time=200, value_heads=2, key_width=key_width, value_width=128, state=True, gate=0.1
         ).to(BF16)
