@@ -18,6 +18,7 @@ from lapkernels.testing import (
     relative_error,
     transition_recurrence,
 )
+from lapkernels.testing_gates import RAW_GATES, check_raw_gates
 
 CASES: dict[str, dict[str, Any]] = {
     "no gate, no state, one step": {"time": 1, "gate": None, "key_heads": 1, "key_width": 16, "value_width": 16},
@@ -194,3 +195,5 @@ def check_all(dtype: torch.dtype, device: str = "cpu") -> None:
     check_zeros(dtype, device)
     check_strong_decay(dtype, device)
     check_repeated_keys(dtype, device)
+    for name in RAW_GATES:
+        check_raw_gates(name, dtype, device)

@@ -14,6 +14,7 @@ from lapcli.errors import ModelError
 from lapcli.models.decoder import RecurrentForCausalLM, RecurrentModel, RecurrentPreTrainedModel
 from lapcli.models.mixer import DeltaRuleMixer, MixerShape
 from lapcli.models.precision import widened
+from lapkernels.delta_rule import GIVEN, RawGates
 
 _ACTIVATIONS = ("silu", "relu", "elu", "identity")
 _NORMS = ("l2", "sum")
@@ -202,13 +203,12 @@ class DeltaNetMixer(DeltaRuleMixer):
         if config.use_beta:
             self.b_proj = nn.Linear(config.hidden_size, self.shape.value_heads, bias=False)
 
-    def strength_and_decay(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    def raw_gates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, RawGates]:
         """`beta = sigmoid(b)`, or 1 when it is not learned; twice that with negative eigenvalues. No decay."""
         if self.use_beta:
-            beta = widened(self.b_proj(hidden_states)).sigmoid()
-            return beta if self.strength == 1 else self.strength * beta, None
+            return self.b_proj(hidden_states), None, RawGates(self.strength)
         rows = hidden_states.shape[:2]
-        return widened(hidden_states).new_full((*rows, self.shape.value_heads), self.strength), None
+        return widened(hidden_states).new_full((*rows, self.shape.value_heads), self.strength), None, GIVEN
 
     def activate_keys(self, x: Tensor) -> Tensor:
         """The activations that are not SiLU."""

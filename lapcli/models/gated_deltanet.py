@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PretrainedConfig
@@ -15,7 +14,7 @@ from transformers.configuration_utils import PretrainedConfig
 from lapcli.errors import ModelError
 from lapcli.models.decoder import RecurrentForCausalLM, RecurrentModel, RecurrentPreTrainedModel
 from lapcli.models.mixer import DeltaRuleMixer, MixerShape
-from lapcli.models.precision import widened
+from lapkernels.delta_rule import RawGates
 
 _DT_RANGE = (1e-3, 0.1)
 _DT_FLOOR = 1e-4
@@ -188,14 +187,12 @@ class GatedDeltaNetMixer(DeltaRuleMixer):
             self.A_log = nn.Parameter(torch.empty(self.shape.value_heads, dtype=torch.float32))
             self.dt_bias = nn.Parameter(torch.empty(self.shape.value_heads, dtype=torch.float32))
 
-    def strength_and_decay(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    def raw_gates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, RawGates]:
         """`beta = sigmoid(b)` (twice that with negative eigenvalues), `g = -exp(A_log) softplus(a + dt_bias)`."""
-        beta = widened(self.b_proj(hidden_states)).sigmoid()
-        beta = beta if self.strength == 1 else self.strength * beta
+        beta = self.b_proj(hidden_states)
         if not self.gated:
-            return beta, None
-        step = F.softplus(widened(self.a_proj(hidden_states)) + self.dt_bias.to(beta.dtype))
-        return beta, -self.A_log.to(beta.dtype).exp() * step
+            return beta, None, RawGates(self.strength)
+        return beta, self.a_proj(hidden_states), RawGates(self.strength, self.A_log, self.dt_bias)
 
 
 class GatedDeltaNetPreTrainedModel(RecurrentPreTrainedModel):

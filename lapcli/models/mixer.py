@@ -11,7 +11,7 @@ from lapcli.models.convolution import ShortConvolution, convolve
 from lapcli.models.norms import GatedRMSNorm, RMSNorm
 from lapcli.models.precision import as_product_input
 from lapcli.models.tokens import Packing, Padding
-from lapkernels.delta_rule import delta_rule
+from lapkernels.delta_rule import GIVEN, RawGates, delta_rule
 
 
 class MixerShape(NamedTuple):
@@ -73,7 +73,7 @@ class DeltaRuleMixer(nn.Module):
     """Projections, short convolutions, the delta rule, output norm and output projection, under fla's names.
 
     A subclass adds the projections of its write strength and gate and says how they are read
-    (`strength_and_decay`), and how q and k are treated after the convolution.
+    (`raw_gates`), and how q and k are treated after the convolution.
 
     Args:
         hidden_size: D.
@@ -145,8 +145,8 @@ class DeltaRuleMixer(nn.Module):
         self.o_proj = nn.Linear(shape.value_channels, hidden_size, bias=False)
         self.tap = Tap()
 
-    def strength_and_decay(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Write strength `[B, T, HV]` and log decay `[B, T, HV]` (or `None`), in fp32 or wider."""
+    def raw_gates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, RawGates]:
+        """Write strength and log decay (or `None`), `[B, T, HV]`, and what they still have to go through."""
         raise NotImplementedError
 
     def query_feedback(self, hidden_states: Tensor, beta: Tensor) -> Tensor | None:
@@ -193,7 +193,10 @@ class DeltaRuleMixer(nn.Module):
         q = self.activate_keys(q.unflatten(-1, (self.shape.key_heads, -1)))
         k = self.activate_keys(k.unflatten(-1, (self.shape.key_heads, -1)))
         v = v.unflatten(-1, (self.shape.value_heads, -1))
-        beta, g = self.strength_and_decay(hidden_states)
+        beta, g, gates = self.raw_gates(hidden_states)
+        if padding is not None or self.erasing or self.watched:
+            # Whoever makes zeros of them, or looks at them, needs them as they are used, not the rule's kernel alone.
+            (beta, g), gates = gates.activated(beta, g), GIVEN
         lamb = self.query_feedback(hidden_states, beta)
         if padding is not None:
             # A token that writes nothing and lets nothing decay leaves the state as it is, to the bit.
@@ -217,6 +220,7 @@ class DeltaRuleMixer(nn.Module):
             beta,
             g,
             lamb=lamb,
+            gates=gates,
             scale=self.read_scale,
             initial_state=before,
             output_final_state=use_cache,

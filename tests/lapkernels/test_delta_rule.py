@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lapkernels import InvalidInput
-from lapkernels.delta_rule import DeltaRuleOutput, delta_rule, l2_normalise
+from lapkernels.delta_rule import DeltaRuleOutput, RawGates, delta_rule, l2_normalise
 from lapkernels.testing import (
     DeltaRuleInputs,
     assert_as_precise,
@@ -17,6 +17,7 @@ from lapkernels.testing import (
     relative_error,
     transition_recurrence,
 )
+from lapkernels.testing_gates import RAW_GATES, check_raw_gates
 
 # Products of some hundred unit-sized fp64 terms: a hundred times eps and well below any real slip.
 EXACT = 1e-12
@@ -290,6 +291,13 @@ def test_normalising_inside_is_normalising_before():
     )
 
 
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("name", RAW_GATES)
+def test_gates_before_their_activations(name, impl):
+    """Through the rule, as by the formulas; gradients to projections and parameters."""
+    check_raw_gates(name, torch.float32, impl=impl)
+
+
 def test_no_final_state_unless_asked_for():
     inputs = delta_rule_inputs(time=5)
     assert delta_rule(**inputs.tensors(), impl="chunked").final_state is None
@@ -332,6 +340,11 @@ BAD = {
     "no_chunk": (lambda a: a | {"chunk_size": 0}, "chunk_size"),
     "unknown_impl": (lambda a: a | {"impl": "magic"}, "impl is 'magic'"),
     "normalised_erase": (lambda a: a | {"erase": a["k"], "qk_l2norm": True}, "normalise q and k first"),
+    "rate_without_a_gate": (lambda a: a | {"g": None, "gates": RawGates(A_log=torch.zeros(4))}, "there is no g"),
+    "bias_without_a_rate": (lambda a: a | {"gates": RawGates(dt_bias=torch.zeros(4))}, "dt_bias has no meaning"),
+    "rate_per_key_head": (lambda a: a | {"gates": RawGates(A_log=torch.zeros(2))}, "gates.A_log has shape"),
+    "integer_rate": (lambda a: a | {"gates": RawGates(A_log=torch.zeros(4).long())}, "gates.A_log has dtype"),
+    "no_strength": (lambda a: a | {"gates": RawGates(0.0)}, "gates.strength is 0"),
     "packed_batch": (lambda a: a | {"cu_seqlens": torch.tensor([0, 5])}, "B = 2"),
     "float_boundaries": (lambda a: a | {"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens"),
 }

@@ -26,6 +26,7 @@ PARTS = {
     # Case 1's widths: two blocks of K and a masked one.
     "neighbours": "for width in (20, 60, 96, 100): t.check_poisoned(torch.float32, key_width=width)",
     "rows": "t.check_many_rows(3, {dtype})",
+    "gates": "for name in t.RAW_GATES: t.check_raw_gates(name, {dtype})",
 }
 
 QUICKLY = "from lapkernels.testing_interpreter import quicken\nquicken()\n"
@@ -50,7 +51,7 @@ def interpreted(program: str) -> None:
         ("cases", "torch.float32", 1),
         ("cases", "torch.float16", 1),
         # Half precision has a walk of its own.
-        ("packed", "torch.float16", 0),
+        ("packed gates", "torch.float16", 0),
         # One process for what is left: most of each would be imports, and a traceback names the part.
         (" ".join(part for part in PARTS if part != "cases"), "torch.float32", 0),
     ],

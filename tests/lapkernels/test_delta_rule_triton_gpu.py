@@ -10,11 +10,13 @@ if torch.cuda.is_available():
     from lapkernels.testing import delta_rule_inputs
     from lapkernels.testing_chunks import (
         CASES,
+        RAW_GATES,
         check,
         check_many_rows,
         check_norm,
         check_packed,
         check_poisoned,
+        check_raw_gates,
         check_repeated_keys,
         check_strong_decay,
         check_tiles,
@@ -23,7 +25,7 @@ if torch.cuda.is_available():
         run,
     )
 else:
-    CASES = {}
+    CASES = RAW_GATES = {}
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -72,6 +74,12 @@ def test_the_normalisation(key_width, dtype):
 )
 def test_properties(property_, dtype):
     property_(dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("name", RAW_GATES)
+def test_gates_before_their_activations(name, dtype):
+    check_raw_gates(name, dtype, "cuda")
 
 
 @pytest.mark.parametrize("key_width", [20, 60, 96, 100], ids="K{}".format)

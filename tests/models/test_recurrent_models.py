@@ -14,6 +14,7 @@ from lapcli.models.decoder import _CACHE_FIELD
 from lapcli.models.gated_deltanet import GatedDeltaNetMixer
 from lapcli.models.loss import cross_entropy
 from lapkernels import KernelUnavailable
+from lapkernels.delta_rule import GIVEN, delta_rule
 from lapkernels.testing import relative_error
 
 # fp64 through two layers; the oracle's bound for our own models.
@@ -505,6 +506,32 @@ def test_a_model_without_files_warns_of_nothing(make_config):
 
 def test_a_mixer_is_found_by_its_class(make_model):
     assert [type(mixer) for mixer in make_model("gated_deltanet").mixers()] == [GatedDeltaNetMixer] * 2
+
+
+def test_gates_are_left_to_the_rule_where_nobody_else_needs_them(model, tokens, monkeypatch):
+    """Its kernel activates them on the way. At padding, under a watch and with query feedback they come as they are."""
+    left = []
+
+    def rule(*arguments, gates, **options):
+        left.append(gates != GIVEN)
+        return delta_rule(*arguments, gates=gates, **options)
+
+    monkeypatch.setattr("lapcli.models.mixer.delta_rule", rule)
+    mixers, ids = model.mixers(), tokens(2, 9)
+    raw = model(ids).logits
+    projected = hasattr(mixers[0], "b_proj") and not mixers[0].erasing
+    assert left == [projected] * len(mixers)
+    left.clear()
+    seen = []
+    for mixer in mixers:
+        mixer.watch, mixer.watched = seen.append, True
+    assert relative_error(model(ids).logits, raw) < EXACT
+    assert not any(left)
+    assert all((each.beta >= 0).all() and (each.g is None or (each.g <= 0).all()) for each in seen)
+    for mixer in mixers:
+        mixer.watched = False
+    model(ids, attention_mask=torch.tensor([[0] + [1] * 8, [1] * 9]))
+    assert not any(left)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])

@@ -9,5 +9,16 @@ from lapkernels.delta_rule.api import (
     select_impl,
     why_not,
 )
+from lapkernels.delta_rule.gates import GIVEN, RawGates
 
-__all__ = ["IMPLEMENTATIONS", "Choice", "DeltaRuleOutput", "delta_rule", "l2_normalise", "select_impl", "why_not"]
+__all__ = [
+    "GIVEN",
+    "IMPLEMENTATIONS",
+    "Choice",
+    "DeltaRuleOutput",
+    "RawGates",
+    "delta_rule",
+    "l2_normalise",
+    "select_impl",
+    "why_not",
+]

@@ -9,8 +9,9 @@ from torch import Tensor
 from lapkernels import verdicts
 from lapkernels.delta_rule import fla_backend, triton_backend
 from lapkernels.delta_rule.chunked import delta_rule_chunked
+from lapkernels.delta_rule.gates import GIVEN, RawGates
 from lapkernels.delta_rule.reference import compute_dtype, delta_rule_reference, erase_direction
-from lapkernels.delta_rule.validation import check_arguments
+from lapkernels.delta_rule.validation import check_arguments, check_gates
 from lapkernels.errors import InvalidInput, KernelUnavailable
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "fla")
@@ -135,6 +136,7 @@ def delta_rule(
     *,
     erase: Tensor | None = None,
     lamb: Tensor | None = None,
+    gates: RawGates | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -161,6 +163,8 @@ def delta_rule(
         erase: `[B, T, H or HV, K]`, erase directions; `None` for `k`.
         lamb: `[B, T, HV]`, Q-Delta's query feedback, used as given; not together with `erase`. It mixes q and k as they
             are after `qk_l2norm`, q without `scale`.
+        gates: what `beta` and `g` still have to go through, where they are a layer's projections; the Triton kernels
+            do it on the way. `None`: nothing.
         scale: factor on q; `None` for `K ** -0.5`.
         initial_state: `[B or sequences, HV, K, V]`; `None` for zeros.
         output_final_state: whether to return the state after the last step.
@@ -187,7 +191,9 @@ def delta_rule(
     Source: DeltaNet arXiv 2406.06484, Gated DeltaNet arXiv 2412.06464 (eq. 10), query feedback arXiv 2606.08804.
     """
     sizes = check_arguments(q, k, v, beta, g, erase, initial_state, cu_seqlens, qk_l2norm, chunk_size, lamb, released)
-    tensors = (q, k, v, beta, g, erase, initial_state, lamb)
+    gates = GIVEN if gates is None else gates
+    check_gates(gates, g, sizes, q.device)
+    tensors = (q, k, v, beta, g, erase, initial_state, lamb, gates.A_log, gates.dt_bias)
     erasing = erase is not None or lamb is not None
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if released:
@@ -217,6 +223,9 @@ def delta_rule(
             raise KernelUnavailable(f"impl='{impl}' for the delta rule: {why}")
 
     factor: float = sizes.key_width**-0.5 if scale is None else scale
+    if impl != "triton":
+        with torch.autocast(q.device.type, enabled=False):
+            beta, g = gates.activated(beta, g)
     if lamb is not None and impl != "chunked":
         # These take the erase direction as a tensor, which is made before q and k are rounded (fla rounds it itself).
         dtype = compute_dtype(q)
@@ -235,7 +244,7 @@ def delta_rule(
     if impl == "triton":
         output, state = triton_backend.run(
             q, k, v, beta, g, erase, factor, initial_state, output_final_state, cu_seqlens,
-            qk_l2norm=qk_l2norm, norm_eps=NORM_EPS, needs_gradient=needs_gradient,
+            gates=gates, qk_l2norm=qk_l2norm, norm_eps=NORM_EPS, needs_gradient=needs_gradient,
         )  # fmt: skip
         return DeltaRuleOutput(output, state if output_final_state else None)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lapkernels.decoding.configs import power_of_two
+from lapkernels.delta_rule.gates import GIVEN, RawGates
 from lapkernels.delta_rule.reference import compute_dtype
 from lapkernels.delta_rule.triton_backward import channel_gradients, gate_gradients, pair_gradients, walk_back
 from lapkernels.delta_rule.triton_launch import (
@@ -16,6 +17,8 @@ from lapkernels.delta_rule.triton_launch import (
     choose_tiles,
     delta_rule_triton,
     empty,
+    gate_flags,
+    gate_parameters,
     key_blocks,
     layout_of,
     on_device,
@@ -33,12 +36,16 @@ def delta_rule_triton_with_gradients(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     *,
+    gates: RawGates = GIVEN,
     qk_l2norm: bool = False,
     norm_eps: float = 1e-6,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `delta_rule_triton`, with gradients to all tensors: the output and the final state."""
-    return _DeltaRule.apply(q, k, v, beta, g, erase, initial_state, cu_seqlens, scale, qk_l2norm, norm_eps, tiles)
+    return _DeltaRule.apply(
+        q, k, v, beta, g, erase, initial_state, gates.A_log, gates.dt_bias, cu_seqlens, gates.strength, scale,
+        qk_l2norm, norm_eps, tiles,
+    )  # fmt: skip
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -52,34 +59,38 @@ class _DeltaRule(torch.autograd.Function):
         g: Tensor | None,
         erase: Tensor | None,
         initial_state: Tensor | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
         cu_seqlens: Tensor | None,
+        strength: float | None,
         scale: float,
         qk_l2norm: bool,
         norm_eps: float,
         tiles: Tiles | None,
     ) -> tuple[Tensor, Tensor]:
         output, final, kept = delta_rule_triton(
-            q, k, v, beta, g, erase, scale, initial_state, cu_seqlens,
+            q, k, v, beta, g, erase, scale, initial_state, cu_seqlens, gates=RawGates(strength, A_log, dt_bias),
             qk_l2norm=qk_l2norm, norm_eps=norm_eps, keep=True, tiles=tiles,
         )  # fmt: skip
         assert kept is not None
         assert final is not None
-        ctx.save_for_backward(q, k, v, beta, g, erase, initial_state, cu_seqlens, *kept)
-        ctx.settings = (scale, qk_l2norm, norm_eps, tiles)
+        ctx.save_for_backward(q, k, v, beta, g, erase, initial_state, A_log, dt_bias, cu_seqlens, *kept)
+        ctx.settings = (strength, scale, qk_l2norm, norm_eps, tiles)
         return output, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, g, erase, initial_state, cu_seqlens, *kept = ctx.saved_tensors
-        scale, qk_l2norm, norm_eps, tiles = ctx.settings
+        q, k, v, beta, g, erase, initial_state, A_log, dt_bias, cu_seqlens, *kept = ctx.saved_tensors
+        strength, scale, qk_l2norm, norm_eps, tiles = ctx.settings
+        gates = RawGates(strength, A_log, dt_bias)
         d_output, d_final = gradients
         with on_device(q):
             found = _gradients(
-                q, k, v, beta, g, erase, initial_state, cu_seqlens, Kept(*kept), d_output, d_final, scale, qk_l2norm,
-                norm_eps, tiles,
+                q, k, v, beta, g, erase, initial_state, gates, cu_seqlens, Kept(*kept), d_output, d_final, scale,
+                qk_l2norm, norm_eps, tiles,
             )  # fmt: skip
-        return (*found, None, None, None, None, None)
+        return (*found, None, None, None, None, None, None)
 
 
 def _gradients(
@@ -90,6 +101,7 @@ def _gradients(
     g: Tensor | None,
     erase: Tensor | None,
     initial_state: Tensor | None,
+    gates: RawGates,
     cu_seqlens: Tensor | None,
     kept: Kept,
     d_output: Tensor,
@@ -99,7 +111,7 @@ def _gradients(
     norm_eps: float,
     tiles: Tiles | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, beta, g, erase and the initial state, in the order of the arguments."""
+    """Gradients of q, k, v, beta, g, erase, the initial state, A_log and dt_bias, in the order of the arguments."""
     _, time, key_heads, key_width = q.shape
     value_heads, value_width = v.shape[2:]
     repeats = value_heads // key_heads
@@ -128,7 +140,9 @@ def _gradients(
     }  # fmt: skip
     gradients = {**shared, "GATED": g is not None, "NORM": qk_l2norm}
     inputs = (*q_.stride()[:3], *k_.stride()[:3], *x.stride()[:3])
-    upstream = (*d_o.stride()[:3], *beta.stride())
+    # What the walk had kept of it is by chunks; once more by steps is the least that can be done.
+    written = RawGates(gates.strength).activated(beta, None)[0]
+    upstream = (*d_o.stride()[:3], *written.stride())
     # The walk back holds more at once.
     block = min(64, tiles.value_block)
     launch: Any = walk_back[(layout.count * value_heads * -(-value_width // block),)]
@@ -146,7 +160,7 @@ def _gradients(
     value_tile = min(64 if q.dtype != torch.float32 else 32, max(16, power_of_two(value_width)))
     launch = pair_gradients[(all_chunks * value_heads,)]
     launch(
-        q_, k_, x, d_o, beta, kept.total, kept.norms, kept.updates, d_b, d_read, d_erased, total_by_pairs,
+        q_, k_, x, d_o, written, kept.total, kept.norms, kept.updates, d_b, d_read, d_erased, total_by_pairs,
         beta_by_pairs, table, bounds, scale, time, layout.chunks, all_chunks, *inputs, *upstream, **gradients,
         BK=channels, BV=value_tile, num_warps=4,
     )  # fmt: skip
@@ -157,18 +171,23 @@ def _gradients(
     d_x = d_q if erase is None else torch.empty(erase.shape, dtype=erase.dtype, device=q.device)
     launch = channel_gradients[(all_chunks * key_heads, blocks)]
     launch(
-        q_, k_, x, v_, d_o, beta, kept.total, kept.norms, kept.starts, ends, kept.updates, d_b, d_read, d_erased,
+        q_, k_, x, v_, d_o, written, kept.total, kept.norms, kept.starts, ends, kept.updates, d_b, d_read, d_erased,
         d_q, d_k, d_x, d_v, total_by_channels, beta_by_channels, table, bounds, scale, time, layout.chunks, all_chunks,
         *inputs, *v_.stride()[:3], *upstream, *d_q.stride()[:3], *d_x.stride()[:3], *d_v.stride()[:3], **gradients,
         BK=channels, BV=value_tile, UNNORM=qk_l2norm and not afterwards, num_warps=8,
     )  # fmt: skip
     d_beta = torch.empty(beta.shape, dtype=beta.dtype, device=q.device)
     d_g = d_beta if g is None else torch.empty(g.shape, dtype=g.dtype, device=q.device)
+    gate = beta if g is None else g
+    rated, biased = gates.A_log is not None, gates.dt_bias is not None
+    d_rates, d_biases = (empty(q, (all_chunks, value_heads) if each else (0,), dtype=wide) for each in (rated, biased))
     launch = gate_gradients[(all_chunks * value_heads,)]
     launch(
-        total_by_pairs, total_by_channels, beta_by_pairs, beta_by_channels, d_g, d_beta, table, bounds,
-        time, layout.chunks, all_chunks, *d_g.stride(), *d_beta.stride(),
-        HV=value_heads, C=CHUNK, BLOCKS=blocks, GATED=g is not None, PACKED=cu_seqlens is not None, num_warps=1,
+        total_by_pairs, total_by_channels, beta_by_pairs, beta_by_channels, gate, beta,
+        *gate_parameters(gates, d_beta), d_g, d_beta, d_rates, d_biases, table, bounds, gates.strength or 1.0,
+        time, layout.chunks, all_chunks, *gate.stride(), *beta.stride(), *d_g.stride(), *d_beta.stride(),
+        HV=value_heads, C=CHUNK, BLOCKS=blocks, GATED=g is not None, PACKED=cu_seqlens is not None,
+        **gate_flags(gates), num_warps=1,
     )  # fmt: skip
     if afterwards:
         d_q, d_k = (_through_norm(each, grad, norm_eps) for each, grad in ((q, d_q), (k, d_k)))
@@ -180,6 +199,9 @@ def _gradients(
         None if g is None else d_g,
         None if erase is None else d_x,
         None if initial_state is None else d_initial.to(initial_state.dtype),
+        # One share a chunk, added up in a fixed order.
+        None if gates.A_log is None else d_rates.sum(0).to(gates.A_log.dtype),
+        None if gates.dt_bias is None else d_biases.sum(0).to(gates.dt_bias.dtype),
     )
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lapkernels import verdicts
 from lapkernels._triton import is_interpreted, kernels_can_run, shared_memory
+from lapkernels.delta_rule.gates import RawGates
 
 WIDEST_KEY = 256
 """A program of the walk holds all of K; wider ones would not fit its registers."""
@@ -55,6 +56,7 @@ def run(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     *,
+    gates: RawGates,
     qk_l2norm: bool,
     norm_eps: float,
     needs_gradient: bool,
@@ -66,10 +68,11 @@ def run(
     with torch.autocast(q.device.type, enabled=False):
         if needs_gradient:
             return delta_rule_triton_with_gradients(
-                q, k, v, beta, g, erase, scale, initial_state, cu_seqlens, qk_l2norm=qk_l2norm, norm_eps=norm_eps
-            )
+                q, k, v, beta, g, erase, scale, initial_state, cu_seqlens, gates=gates,
+                qk_l2norm=qk_l2norm, norm_eps=norm_eps,
+            )  # fmt: skip
         output, state, _ = delta_rule_triton(
             q, k, v, beta, g, erase, scale, initial_state, cu_seqlens,
-            qk_l2norm=qk_l2norm, norm_eps=norm_eps, final_state=output_final_state,
+            gates=gates, qk_l2norm=qk_l2norm, norm_eps=norm_eps, final_state=output_final_state,
         )  # fmt: skip
         return output, state

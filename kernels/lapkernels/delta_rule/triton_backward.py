@@ -10,6 +10,7 @@ Names are those of this folder's README: in a chunk `U = (I + A)^-1 B`, `B = bet
 import triton
 import triton.language as tl
 
+from lapkernels.decoding.triton_parts import sigmoid, softplus
 from lapkernels.delta_rule.triton_chunked import BLOCK, course, tile, whereabouts
 
 
@@ -308,14 +309,18 @@ def channel_gradients(q, k, x, v, d_o, beta, total, norms, starts, ends, updates
 
 
 @triton.jit
-def gate_gradients(by_pairs, by_channels, beta_by_pairs, beta_by_channels, d_g, d_beta, table, bounds,
-                   time, chunks, all_chunks, d_g_row, d_g_step, d_g_head, d_beta_row, d_beta_step, d_beta_head,
+def gate_gradients(by_pairs, by_channels, beta_by_pairs, beta_by_channels, g, beta, A_log, dt_bias, d_g, d_beta,
+                   d_rates, d_biases, table, bounds, strength, time, chunks, all_chunks,
+                   g_row, g_step, g_head, beta_row, beta_step, beta_head,
+                   d_g_row, d_g_step, d_g_head, d_beta_row, d_beta_step, d_beta_head,
                    HV: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr, GATED: tl.constexpr,
-                   PACKED: tl.constexpr):  # fmt: skip
+                   PACKED: tl.constexpr, RAW: tl.constexpr, RATED: tl.constexpr,
+                   DT_BIAS: tl.constexpr):  # fmt: skip
     """Of one chunk and value head: all parts of dbeta, and dg from those of the running sum: each step is in all later
-    sums of its chunk.
+    sums of its chunk. RAW, RATED: on through the activations.
 
-    by_pairs, beta_by_pairs: [M, HV, C].  by_channels, beta_by_channels: [BLOCKS, M, HV, C].
+    by_pairs, beta_by_pairs: [M, HV, C].  by_channels, beta_by_channels: [BLOCKS, M, HV, C].  d_rates, d_biases:
+    [M, HV], the shares of this chunk in the gradients of A_log and dt_bias.
     """
     program = tl.program_id(0)
     chunk = program // HV
@@ -325,15 +330,30 @@ def gate_gradients(by_pairs, by_channels, beta_by_pairs, beta_by_channels, d_g, 
     steps = tl.arange(0, C)
     at = program.to(tl.int64) * C + steps
     all_of_block = (row * 0 + all_chunks) * HV * C
-    strength = tl.load(beta_by_pairs + at)
+    inside = steps < left
+    written = tl.load(beta_by_pairs + at)
     for block in range(BLOCKS):
-        strength += tl.load(beta_by_channels + at + block * all_of_block)
+        written += tl.load(beta_by_channels + at + block * all_of_block)
+    if RAW:
+        opened = sigmoid(tl.load(beta + row * beta_row + (first + steps) * beta_step + value_head * beta_head,
+                                 mask=inside, other=0.0).to(tl.float32))  # fmt: skip
+        written *= strength * opened * (1.0 - opened)
     tl.store(d_beta + row * d_beta_row + (first + steps) * d_beta_step + value_head * d_beta_head,
-             strength.to(d_beta.dtype.element_ty), mask=steps < left)  # fmt: skip
+             written.to(d_beta.dtype.element_ty), mask=inside)  # fmt: skip
     if GATED:
         sums = tl.load(by_pairs + at)
         for block in range(BLOCKS):
             sums += tl.load(by_channels + at + block * all_of_block)
         later = tl.cumsum(sums, 0, reverse=True)
+        if RATED:
+            raw = tl.load(g + row * g_row + (first + steps) * g_step + value_head * g_head,
+                          mask=inside, other=0.0).to(tl.float32)  # fmt: skip
+            if DT_BIAS:
+                raw += tl.load(dt_bias + value_head).to(tl.float32)
+            later = tl.where(inside, -tl.exp(tl.load(A_log + value_head).to(tl.float32)) * later, 0.0)
+            tl.store(d_rates + program, tl.sum(later * softplus(raw), 0))
+            later *= sigmoid(raw)
+            if DT_BIAS:
+                tl.store(d_biases + program, tl.sum(later, 0))
         tl.store(d_g + row * d_g_row + (first + steps) * d_g_step + value_head * d_g_head,
-                 later.to(d_g.dtype.element_ty), mask=steps < left)  # fmt: skip
+                 later.to(d_g.dtype.element_ty), mask=inside)  # fmt: skip

@@ -12,6 +12,8 @@ fp32.
 import triton
 import triton.language as tl
 
+from lapkernels.decoding.triton_parts import sigmoid, softplus
+
 
 @triton.jit
 def whereabouts(table, bounds, chunk, time, chunks, C: tl.constexpr, PACKED: tl.constexpr):
@@ -186,10 +188,26 @@ def _steps_of(x, step, left, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _running(g, step, left, carried, GATED: tl.constexpr):
-    """Running sums of the log decay over BLOCK steps, from `carried` on; and the last of them."""
+def _strengths(beta, step, left, strength, RAW: tl.constexpr):
+    """Write strengths of BLOCK steps; RAW: from what is before their sigmoid. Zeros past the sequence."""
+    found = _steps_of(beta, step, left, tl.float32)
+    if RAW:
+        found = tl.where(tl.arange(0, BLOCK) < left, strength * sigmoid(found), 0.0)
+    return found
+
+
+@triton.jit
+def _running(g, step, left, carried, rate, bias, GATED: tl.constexpr, RATED: tl.constexpr):
+    """Running sums of the log decay over BLOCK steps, from `carried` on; and the last of them.
+
+    RATED: g is the step before its softplus, which `rate` turns into a log decay.
+    """
     if GATED:
-        decay = _steps_of(g, step, left, carried.dtype)
+        if RATED:
+            decay = rate * softplus(_steps_of(g, step, left, tl.float32) + bias)
+            decay = tl.where(tl.arange(0, BLOCK) < left, -decay, 0.0).to(carried.dtype)
+        else:
+            decay = _steps_of(g, step, left, carried.dtype)
         return tl.cumsum(decay, 0) + carried, carried + tl.sum(decay, 0)
     return tl.zeros([BLOCK], carried.dtype), carried
 
@@ -214,14 +232,18 @@ def _store_row(factors, total, norm_q, norm_k, beta, running, last, unit_q, unit
 
 
 @triton.jit
-def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds, scale, time, chunks, all_chunks,
+def prepare(q, k, x, g, beta, A_log, dt_bias, total, pairs, factors, kept, norms, table, bounds, scale, strength,
+            time, chunks, all_chunks,
             q_row, q_step, q_head, k_row, k_step, k_head, x_row, x_step, x_head, g_row, g_step, g_head,
             beta_row, beta_step, beta_head,
             H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
             GATED: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-            KEEP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
+            KEEP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+            RAW: tl.constexpr, RATED: tl.constexpr, DT_BIAS: tl.constexpr):  # fmt: skip
     """Of one chunk and value head: everything that no state enters.
 
+    RAW, RATED: beta and g are what comes before their activations, `strength sigmoid(beta)` and
+    `-exp(A_log) softplus(g + dt_bias)`, whose parameters are [HV].
     pairs: [M, HV, 2 or 3, C, C], M with the scale, `(I + A)^-1 diag(beta)` transposed, and for a backward pass the same
     without beta; blocks beyond the diagonal are not written.  factors: [M, HV, 4, C], by which rows of `X S`, of `Q S`
     and of U are multiplied, and beta.  kept: [M, HV], the decay over the chunk.  For a backward pass also total:
@@ -240,14 +262,19 @@ def prepare(q, k, x, g, beta, total, pairs, factors, kept, norms, table, bounds,
     g += row * g_row + first * g_step + value_head * g_head
     beta += row * beta_row + first * beta_step + value_head * beta_head
     left1, left2, left3 = left - BLOCK, left - 2 * BLOCK, left - 3 * BLOCK
-    beta0 = _steps_of(beta, beta_step, left, tl.float32)
-    beta1 = _steps_of(beta + BLOCK * beta_step, beta_step, left1, tl.float32)
-    beta2 = _steps_of(beta + 2 * BLOCK * beta_step, beta_step, left2, tl.float32)
-    beta3 = _steps_of(beta + 3 * BLOCK * beta_step, beta_step, left3, tl.float32)
-    sum0, at1 = _running(g, g_step, left, tl.zeros([], total.dtype.element_ty), GATED)
-    sum1, at2 = _running(g + BLOCK * g_step, g_step, left1, at1, GATED)
-    sum2, at3 = _running(g + 2 * BLOCK * g_step, g_step, left2, at2, GATED)
-    sum3, last = _running(g + 3 * BLOCK * g_step, g_step, left3, at3, GATED)
+    beta0 = _strengths(beta, beta_step, left, strength, RAW)
+    beta1 = _strengths(beta + BLOCK * beta_step, beta_step, left1, strength, RAW)
+    beta2 = _strengths(beta + 2 * BLOCK * beta_step, beta_step, left2, strength, RAW)
+    beta3 = _strengths(beta + 3 * BLOCK * beta_step, beta_step, left3, strength, RAW)
+    rate, bias = 0.0, 0.0
+    if RATED:
+        rate = tl.exp(tl.load(A_log + value_head).to(tl.float32))
+    if DT_BIAS:
+        bias = tl.load(dt_bias + value_head).to(tl.float32)
+    sum0, at1 = _running(g, g_step, left, tl.zeros([], total.dtype.element_ty), rate, bias, GATED, RATED)
+    sum1, at2 = _running(g + BLOCK * g_step, g_step, left1, at1, rate, bias, GATED, RATED)
+    sum2, at3 = _running(g + 2 * BLOCK * g_step, g_step, left2, at2, rate, bias, GATED, RATED)
+    sum3, last = _running(g + 3 * BLOCK * g_step, g_step, left3, at3, rate, bias, GATED, RATED)
 
     if ERASE:
         x += row * x_row + first * x_step + (value_head if ERASE_R else head) * x_head

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lapkernels.decoding.configs import power_of_two
+from lapkernels.delta_rule.gates import GIVEN, RawGates
 from lapkernels.delta_rule.reference import compute_dtype
 from lapkernels.delta_rule.triton_chunked import prepare, walk
 from lapkernels.delta_rule.validation import read_boundaries
@@ -131,6 +132,7 @@ def delta_rule_triton(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     *,
+    gates: RawGates = GIVEN,
     qk_l2norm: bool = False,
     norm_eps: float = 1e-6,
     final_state: bool = True,
@@ -149,6 +151,7 @@ def delta_rule_triton(
         scale: likewise.
         initial_state: likewise.
         cu_seqlens: likewise.
+        gates: likewise.
         qk_l2norm: whether q and k are still to be normalised.
         norm_eps: added to their squared lengths.
         final_state: whether to return it.
@@ -196,11 +199,11 @@ def delta_rule_triton(
     second: Any = walk[(layout.count * value_heads * -(-value_width // tiles.value_block),)]
     with on_device(q):
         first(
-            q, k, x, gate, beta, total, pairs, factors, kept, norms, table, bounds,
-            scale, time, layout.chunks, all_chunks,
+            q, k, x, gate, beta, *gate_parameters(gates, factors), total, pairs, factors, kept, norms, table, bounds,
+            scale, gates.strength or 1.0, time, layout.chunks, all_chunks,
             *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *gate.stride(), *beta.stride(), **shared,
             BK=min(16 if exact else 64, max(16, power_of_two(key_width))), GATED=g is not None, NORM=qk_l2norm,
-            EPS=norm_eps, SOLVE=tl.float32 if exact else tl.float16,
+            EPS=norm_eps, SOLVE=tl.float32 if exact else tl.float16, **gate_flags(gates),
             num_warps=1, num_stages=1,
         )  # fmt: skip
         second(
@@ -213,6 +216,19 @@ def delta_rule_triton(
         )  # fmt: skip
     everything = Kept(total, pairs, factors, kept, norms, starts, updates) if keep else None
     return output, final if final_state else None, everything
+
+
+def gate_parameters(gates: RawGates, none: Tensor) -> tuple[Tensor, Tensor]:
+    """A_log and dt_bias; a pointer that is never followed for what there is not."""
+    found = (gates.A_log, gates.dt_bias)
+    return tuple(none if each is None else each.contiguous() for each in found)  # pyright: ignore[reportReturnType]
+
+
+def gate_flags(gates: RawGates) -> dict[str, bool]:
+    """Which activations are still to be done, as kernels are told."""
+    return {
+        "RAW": gates.strength is not None, "RATED": gates.A_log is not None, "DT_BIAS": gates.dt_bias is not None
+    }  # fmt: skip
 
 
 def on_device(x: Tensor) -> Any:

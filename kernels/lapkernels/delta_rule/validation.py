@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lapkernels.delta_rule.gates import RawGates
 from lapkernels.errors import InvalidInput
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -97,6 +98,27 @@ def check_arguments(
     if chunk_size < 1:
         raise InvalidInput(f"chunk_size is {chunk_size}; it should be 1 or more")
     return Sizes(batch, time, key_heads, value_heads, key_width, value_width, sequences)
+
+
+def check_gates(gates: RawGates, g: Tensor | None, sizes: Sizes, device: torch.device) -> None:
+    """Check what `beta` and `g` still have to go through. Reads shapes only, never values.
+
+    Raises:
+        InvalidInput: a parameter of the wrong shape, place or dtype, or one without what it belongs to.
+    """
+    if gates.strength is not None and not gates.strength > 0:
+        raise InvalidInput(f"gates.strength is {gates.strength}; it should be above 0")
+    if gates.A_log is not None and g is None:
+        raise InvalidInput("gates.A_log says how g makes the decay; there is no g")
+    if gates.dt_bias is not None and gates.A_log is None:
+        raise InvalidInput("without gates.A_log, g is the log decay itself; gates.dt_bias has no meaning")
+    for name, tensor in (("gates.A_log", gates.A_log), ("gates.dt_bias", gates.dt_bias)):
+        if tensor is not None:
+            _check_shape(name, tensor, (sizes.value_heads,))
+            if tensor.dtype not in _FLOATS:
+                raise InvalidInput(f"{name} has dtype {tensor.dtype}; it should be fp64, fp32, bf16 or fp16")
+            if tensor.device != device:
+                raise InvalidInput(f"{name} is on {tensor.device}, q on {device}; they should be on one device")
 
 
 def read_boundaries(cu_seqlens: Tensor, time: int) -> list[int]:

@@ -1,0 +1,110 @@
+"""Gates of the delta rule before their activations, against the formulas in fp64."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapkernels.delta_rule import DeltaRuleOutput, RawGates, delta_rule
+from lapkernels.testing import (
+    DeltaRuleInputs,
+    assert_as_precise,
+    delta_rule_inputs,
+    output_state_and_gradients,
+    transition_recurrence,
+)
+
+
+@dataclass
+class RawInputs(DeltaRuleInputs):
+    """Arguments of a layer: beta and g before their activations.
+
+    Attributes:
+        A_log: `[HV]`, or `None`: g is a log decay, or not there.
+        dt_bias: `[HV]` or `None`.
+        strength: as of `RawGates`.
+    """
+
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    strength: float | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        return {name: x for name, x in super().tensors().items() if name != "strength"}
+
+    def activated(self) -> DeltaRuleInputs:
+        """By the formulas, written out."""
+        beta, g = self.beta, self.g
+        if self.strength is not None:
+            beta = self.strength / (1 + (-beta).exp())
+        if self.A_log is not None:
+            assert g is not None
+            g = -self.A_log.exp() * torch.log1p((g if self.dt_bias is None else g + self.dt_bias).exp())
+        return DeltaRuleInputs(self.q, self.k, self.v, beta, g, self.erase, self.initial_state)
+
+
+RAW_GATES: dict[str, dict[str, Any]] = {
+    "all of it": {"time": 70, "value_heads": 2, "strength": 2.0, "bias": True, "state": True},
+    "a decay": {"time": 20, "value_heads": 1, "strength": None, "bias": False},
+    "a strength": {"time": 20, "value_heads": 2, "strength": 1.0, "gate": None, "bias": False, "erase": "value"},
+}
+"""What is left to activate, in layers of one key head."""
+
+
+def check_raw_gates(name: str, dtype: torch.dtype, device: str = "cpu", impl: str = "triton") -> None:
+    """Activations in the kernels, with gradients to projections and parameters, against the formulas in fp64."""
+    options = {**RAW_GATES[name]}
+    strength, bias, heads = options.pop("strength"), options.pop("bias"), options["value_heads"]
+    made = delta_rule_inputs(batch=1, key_heads=1, key_width=16, value_width=16, **options)
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def narrow(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device, dtype)
+
+    decays = made.g is not None
+    whole = RawInputs(
+        made.q, made.k, made.v, normal(*made.beta.shape) if strength is not None else made.beta,
+        normal(*made.beta.shape) if decays else None, made.erase, made.initial_state,
+        A_log=normal(heads) - 1 if decays else None, dt_bias=normal(heads) if bias else None, strength=strength,
+    )  # fmt: skip
+    cast = {field: narrow(x) for field, x in whole.tensors().items()}
+    for field in ("A_log", "dt_bias", "initial_state"):
+        if cast.get(field) is not None:
+            # As models keep them.
+            cast[field] = getattr(whole, field).to(device, torch.float32)
+    rounded = replace(whole, **cast)
+    wide = replace(whole, **{field: x.cpu().double() for field, x in rounded.tensors().items()})
+
+    def given(x: RawInputs, impl: str) -> DeltaRuleOutput:
+        named: dict[str, Any] = x.tensors()
+        gates = RawGates(x.strength, named.pop("A_log", None), named.pop("dt_bias", None))
+        return delta_rule(**named, gates=gates, output_final_state=True, impl=impl)
+
+    def formulas(x: RawInputs, rounding: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        return transition_recurrence(x.activated(), rounding=rounding)
+
+    exact = dtype == torch.float32
+    cpu = replace(rounded, **{field: x.cpu() for field, x in rounded.tensors().items()})
+    truth = output_state_and_gradients(formulas, wide)
+    sums: dict[str, Tensor] = {}
+    if wide.A_log is not None:
+        assert wide.g is not None
+        step = wide.g if wide.dt_bias is None else wide.g + wide.dt_bias
+        shares = {"ddt_bias": truth["dg"], "dA_log": truth["dg"] * torch.log1p(step.exp()) * (1 + (-step).exp())}
+        # Sums over steps, each of which is as precise as the largest of them.
+        sums = {each: x.abs().amax((0, 1)) * x.shape[1] ** 0.5 for each, x in shares.items() if each in truth}
+    assert_as_precise(
+        actual=output_state_and_gradients(lambda x: given(x, impl), rounded),
+        truth=truth,
+        yardstick=output_state_and_gradients(lambda x: given(x, "reference"), cpu)
+        if exact
+        else output_state_and_gradients(lambda x: formulas(x, dtype), wide),
+        dtype=dtype,
+        terms=64,
+        summands=sums,
+    )
