@@ -36,7 +36,7 @@ def test_states_on_the_way_are_the_recurrence_s_in_fp64(make, tmp_path, monkeypa
     seen = []
 
     def recorded(q, k, v, beta, g, **rest):
-        seen.append((q, k, v, beta, g, rest["qk_l2norm"]))
+        seen.append((q, k, v, *rest["gates"].activated(beta, g), rest["qk_l2norm"]))
         return delta_rule(q, k, v, beta, g, **rest)
 
     with monkeypatch.context() as patched, torch.no_grad():
