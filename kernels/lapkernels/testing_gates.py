@@ -9,9 +9,10 @@ from torch import Tensor
 from lapkernels.delta_rule import DeltaRuleOutput, RawGates, delta_rule
 from lapkernels.testing import (
     DeltaRuleInputs,
-    assert_as_precise,
+    Precision,
     delta_rule_inputs,
     output_state_and_gradients,
+    precisions,
     transition_recurrence,
 )
 
@@ -54,7 +55,24 @@ RAW_GATES: dict[str, dict[str, Any]] = {
 
 
 def check_raw_gates(name: str, dtype: torch.dtype, device: str = "cpu", impl: str = "triton") -> None:
-    """Activations in the kernels, with gradients to projections and parameters, against the formulas in fp64."""
+    """Activations in the kernels, with gradients to projections and parameters, against the formulas in fp64.
+
+    Raises:
+        AssertionError: naming what differs, and by how much.
+    """
+    for found in raw_gate_precisions(name, dtype, device, impl):
+        assert found.holds, str(found)
+
+
+def raw_gate_precisions(name: str, dtype: torch.dtype, device: torch.device | str, impl: str) -> list[Precision]:
+    """How precise outputs, states and gradients of a layer are whose gates the rule activates.
+
+    Args:
+        name: of `RAW_GATES`.
+        dtype: of the layer's projections.
+        device: where.
+        impl: which implementation.
+    """
     options = {**RAW_GATES[name]}
     strength, bias, heads = options.pop("strength"), options.pop("bias"), options["value_heads"]
     made = delta_rule_inputs(batch=1, key_heads=1, key_width=16, value_width=16, **options)
@@ -98,7 +116,7 @@ def check_raw_gates(name: str, dtype: torch.dtype, device: str = "cpu", impl: st
         shares = {"ddt_bias": truth["dg"], "dA_log": truth["dg"] * torch.log1p(step.exp()) * (1 + (-step).exp())}
         # Sums over steps, each of which is as precise as the largest of them.
         sums = {each: x.abs().amax((0, 1)) * x.shape[1] ** 0.5 for each, x in shares.items() if each in truth}
-    assert_as_precise(
+    return precisions(
         actual=output_state_and_gradients(lambda x: given(x, impl), rounded),
         truth=truth,
         yardstick=output_state_and_gradients(lambda x: given(x, "reference"), cpu)

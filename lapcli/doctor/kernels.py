@@ -27,6 +27,7 @@ from lapkernels.testing import (
     precisions,
     transition_recurrence,
 )
+from lapkernels.testing_gates import raw_gate_precisions
 from lapkernels.timing import free, out_of_memory
 from lapkernels.verdicts import Verdict
 
@@ -213,6 +214,7 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
     from lapkernels.delta_rule import IMPLEMENTATIONS, delta_rule, why_not
     from lapkernels.delta_rule.fla_backend import variant_of
 
+    gpu = device.type == "cuda"
     for impl in IMPLEMENTATIONS:
         if impl == "auto":
             continue
@@ -231,6 +233,7 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                     gate: Any = gate,
                     feedback: bool = feedback,
                     way: Way = way,
+                    variant: str = variant,
                     dtype: torch.dtype = dtype,
                     rounding: bool = rounding,
                 ) -> list[Precision]:
@@ -250,6 +253,10 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                         terms = (SHORT if way == "decode" else CHUNK) * (1 if rounding else width[0])
                         results = _results(call, case.inputs.to(device=device), way)
                         found += precisions(results, case.truth, case.yardstick, case.inputs.q.dtype, terms)
+                    if variant == "gated" and (way == "forward" or (way == "backward" and (thorough or not gpu))):
+                        # As models hand their gates over. Backward a GPU's kernels are compiled once more for it.
+                        raw = raw_gate_precisions("all of it", dtype, device, impl)
+                        found += [each for each in raw if each.name.startswith("d") == (way == "backward")]
                     return found
 
                 why = why_not(
