@@ -1,8 +1,9 @@
 """Greedy decoding with the model's cache: the one place where an evaluation has a model write.
 
 A prompt goes through the model once. What it leaves behind (recurrent states, keys and values) is kept, and each
-further token costs a pass over that token alone. Prompts of unlike lengths share a batch: the short ones are padded on
-the left and masked. A row ends by its own rule, and a batch with its last row.
+further token costs a pass over that token alone. Prompts of unlike lengths share a batch: the short ones are padded and
+masked. A row ends by its own rule, and a batch with its last row. Where steps can be captured, `captured` does all this;
+else the model's own generation does.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,7 +31,8 @@ class Writing(NamedTuple):
     Attributes:
         tokens: of the prompt, at least one.
         limit: most tokens to write, at least one.
-        ends: whether a row may end with what it has written so far; `None`: only at the limit or a stop token.
+        ends: whether a row may end with what it has written so far, and then with anything that goes on from there;
+            `None`: only at the limit or a stop token.
     """
 
     tokens: Sequence[int]
@@ -65,13 +67,20 @@ def write_greedily(
     """
     on_cpu = loaded.model.device.type == "cpu"
     most, tokens = (_CPU_ROWS, _CPU_TOKENS) if on_cpu else (_GPU_ROWS, _GPU_TOKENS)
-    rows = Rows(loaded.name, batch_size, lambda length: min(most, max(1, tokens // length)), reporter)
+    rows = Rows(loaded.name, batch_size, reporter)
     order = sorted(range(len(writings)), key=lambda index: -len(writings[index].tokens))
     written: list[list[int]] = [[] for _ in writings]
     position = 0
-    with reporter.task(description, total=len(writings), unit="prompts") as progress, torch.inference_mode():
+    with reporter.task(description, total=len(writings), unit="prompts") as progress:
+        if loaded.writer is not None and writings:
+            found = loaded.writer.write(
+                loaded, writings, stop=stop, batch_size=batch_size, reporter=reporter, done=progress.advance
+            )
+            if found is not None:
+                return found
         while position < len(order):
-            batch = order[position : position + rows.at(len(writings[order[position]].tokens))]
+            suits = min(most, tokens // len(writings[order[position]].tokens))
+            batch = order[position : position + rows.at(suits)]
             answers = rows.run([writings[index] for index in batch], lambda part: _write(loaded, part, stop))
             for index, answer in zip(batch, answers, strict=False):
                 written[index] = answer
@@ -101,7 +110,7 @@ def _write(loaded: LoadedModel, writings: Sequence[Writing], stop: Collection[in
     ends = _Ends(writings, stop)
     limit = max(writing.limit for writing in writings)
     config = GenerationConfig(do_sample=False, max_new_tokens=limit, pad_token_id=pad, use_cache=True)
-    with _generation_defaults(model, config):
+    with _generation_defaults(model, config), torch.inference_mode():
         model.generate(
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),

@@ -5,6 +5,7 @@ from the terminal.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import io
@@ -29,7 +30,7 @@ from lapcli.evaluation.scoring import LoadedModel
 from lapcli.evaluation.settings import EvaluationSettings
 from lapcli.evaluation.summaries import XSUM, XSUM_DATA, xsum_task
 from lapcli.evaluation.tasks import TASKS, TaskInfo, unknown_tasks
-from lapcli.evaluation.tokenization import adds_bos, tokenizer_digest
+from lapcli.evaluation.tokenization import adds_bos
 from lapcli.reporting import Reporter
 
 _NOISY_LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx", "fsspec", "evaluate", "transformers")
@@ -197,7 +198,8 @@ def load_task(name: str, harness_name: str, task_data: Path | None) -> HarnessTa
         if not override and not copies and harness_name in LOCAL_TASKS:
             raise no_copy(name, harness_name, task_data)
     here = bool(override) or (bool(data_sets) and len(copies) == len(data_sets))
-    with _quiet(), _reading_copies(copies), contextlib.nullcontext() if here else _offline_without_network():
+    online = contextlib.nullcontext() if here else _offline_without_network()
+    with _quiet(), _doing_once(), _reading_copies(copies), online:
         try:
             loaded = manager.load([_spec(harness_name, override)])
         except LapcliError:
@@ -254,7 +256,7 @@ def measure_harness(
         "adds_bos": adds_bos(loaded.tokenizer) if settings.bos == "auto" else settings.bos == "always",
         "start_token": str(loaded.tokenizer.convert_ids_to_tokens(model.prefix_token_id)),
         "limit": settings.limit,
-        "tokenizer": tokenizer_digest(loaded.tokenizer),
+        "tokenizer": loaded.tokenizer_digest,
     }
     scores: list[Score] = []
     names = list(task.loaded["tasks"])
@@ -283,7 +285,7 @@ def run_harness(
     Raises:
         ModelError: as `measure_harness`.
     """
-    with _quiet() as quiet:
+    with _quiet() as quiet, _doing_once():
         from lm_eval.defaults import DEFAULT_OTHER_SEED
         from lm_eval.evaluator import evaluate as run
 
@@ -570,6 +572,47 @@ def _quiet() -> Iterator[_Quiet]:
     finally:
         for logger, propagate, handlers in saved:
             logger.propagate, logger.handlers = propagate, handlers
+
+
+_SPLITS = ("training_docs", "validation_docs", "test_docs")
+
+
+@contextlib.contextmanager
+def _doing_once() -> Iterator[None]:
+    """Have lm-eval compile each template once, and make a task's documents once, which it does at every use.
+
+    A hundred questions are asked in seconds, of which templates would take half; HellaSwag's ten thousand documents,
+    made five times, as many again.
+    """
+    import lm_eval.utils
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    originals = {name: getattr(ConfigurableTask, name) for name in _SPLITS}
+    environment: Any = lm_eval.utils.env
+
+    def kept(name: str, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def documents(task: Any) -> Any:
+            made = vars(task).setdefault("_lapcli_documents", {})
+            if name in made:
+                return made[name]
+            found = make(task)
+            # Anything else may be read once only.
+            if isinstance(found, Dataset):
+                made[name] = found
+            return found
+
+        return documents
+
+    environment.from_string = functools.cache(type(environment).from_string.__get__(environment))
+    for name, make in originals.items():
+        setattr(ConfigurableTask, name, kept(name, make))
+    try:
+        yield
+    finally:
+        del environment.from_string
+        for name, make in originals.items():
+            setattr(ConfigurableTask, name, make)
 
 
 @contextlib.contextmanager

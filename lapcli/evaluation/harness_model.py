@@ -1,7 +1,7 @@
 """lm-eval's view of a model in memory. Imports lm-eval; only `harness` imports this."""
 
 import contextlib
-import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +23,9 @@ _HFLM: Any = HFLM
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # What a request for greedy text says; whatever else is asked for is left to lm-eval.
 _GREEDY = {"until", "do_sample", "temperature", *_LIMITS}
+
+# Texts of which tokens are remembered: those of one question.
+_REMEMBERED = 16
 
 Audible = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -46,7 +49,12 @@ class InMemoryModel(_HFLM):
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """As lm-eval's, without its progress bar."""
-        return super().loglikelihood(requests, disable_tqdm=True)
+        # It tokenises the same context again with each of a question's answers.
+        self.tok_encode = functools.lru_cache(maxsize=_REMEMBERED)(super().tok_encode)
+        try:
+            return super().loglikelihood(requests, disable_tqdm=True)
+        finally:
+            del self.tok_encode
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Log-likelihood of whole texts in lm-eval's windows, each with one token of context or more."""
@@ -184,7 +192,7 @@ def make_model(
     """Wrap a model for lm-eval.
 
     Args:
-        loaded: the model; its tokenizer is copied, because lm-eval gives it a padding token.
+        loaded: the model; a copy of its tokenizer is used, because lm-eval gives it a padding token.
         task: for the description of the progress.
         max_length: most tokens of a request.
         bos: `auto` leaves BOS to the tokenizer.
@@ -194,7 +202,7 @@ def make_model(
     """
     model = InMemoryModel(
         pretrained=loaded.model,
-        tokenizer=copy.deepcopy(loaded.tokenizer),
+        tokenizer=loaded.tokenizer_copy,
         backend="causal",
         max_length=max_length,
         batch_size=batch_size or 8,

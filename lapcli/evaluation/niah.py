@@ -31,7 +31,14 @@ from lapcli.evaluation.misfit import Misfit, say
 from lapcli.evaluation.results import Score
 from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.evaluation.settings import EvaluationSettings
-from lapcli.evaluation.tokenization import decode, encode, prompt_start, squeeze, token_name, tokenizer_digest
+from lapcli.evaluation.tokenization import (
+    decode,
+    encode,
+    encode_all,
+    prompt_start,
+    squeeze,
+    token_name,
+)
 from lapcli.reporting import Reporter
 
 DIGITS = 7
@@ -40,6 +47,9 @@ FORM = "RULER S-NIAH, number"
 _SLACK = 8
 _MISFITS = 40
 _MIN_SENTENCES = 20
+# Prompts, and tokens of prompts, that a tokenizer is given at once.
+_TOGETHER = 64
+_TOKENS_TOGETHER = 1 << 18
 
 
 class NoRoom(UsageError):
@@ -149,11 +159,16 @@ def make_prompts(
         ModelError: the tokenizer loses the needle.
     """
     prompts: list[Prompt] = []
-    for sample in range(samples):
-        depth = sample / (samples - 1) if samples > 1 else 0.5
-        rng = _chance(seed, length, sample)
-        needle = Needle(random_key(rng), haystack.number(rng), "number")
-        prompts.append(_fill(haystack, tokenizer, needle, depth, length, rng, start))
+    together = max(1, min(_TOGETHER, _TOKENS_TOGETHER // length))
+    for first in range(0, samples, together):
+        questions: list[_Question] = []
+        for sample in range(first, min(samples, first + together)):
+            depth = sample / (samples - 1) if samples > 1 else 0.5
+            rng = _chance(seed, length, sample)
+            needle = Needle(random_key(rng), haystack.number(rng), "number")
+            spent = _bare(needle, depth, length, tokenizer, start, haystack.joiner)
+            questions.append(_Question(haystack.stretch(rng, length - spent), needle, depth))
+        prompts += _filled(questions, haystack.joiner, tokenizer, length, start)
     return prompts
 
 
@@ -232,7 +247,7 @@ def measure_niah(
                     "start_token": token_name(tokenizer, start),
                     "seed": settings.seed,
                     "data": haystack.digest,
-                    "tokenizer": tokenizer_digest(tokenizer),
+                    "tokenizer": loaded.tokenizer_digest,
                 },
                 length=length,
                 counts={"tokens": sum(len(prompt.tokens) + len(prompt.answer) for prompt in prompts)},
@@ -251,47 +266,50 @@ def _chance(seed: int, length: int, sample: int) -> random.Random:
     return random.Random(f"niah {seed} {length} {sample}")
 
 
+class _Question(NamedTuple):
+    """What a prompt is made of: sentences, and a needle at a depth."""
+
+    sentences: list[str]
+    needle: Needle
+    depth: float
+
+
 def _bare(needle: Needle, depth: float, length: int, tokenizer: Any, start: int | None, joiner: str) -> int:
     """Tokens of a prompt with its answer, without any haystack; raises `NoRoom` where they are more than the length."""
-    bare = _prompt([], needle, depth, tokenizer, start, joiner)
+    (bare,) = _prompts([_Question([], needle, depth)], tokenizer, start, joiner)
     spent = len(bare.tokens) + len(bare.answer)
     if spent > length:
         raise NoRoom(spent, length)
     return spent
 
 
-def _fill(
-    haystack: Haystack,
-    tokenizer: Any,
-    needle: Needle,
-    depth: float,
-    length: int,
-    rng: random.Random,
-    start: int | None,
-) -> Prompt:
-    spent = _bare(needle, depth, length, tokenizer, start, haystack.joiner)
-    sentences = haystack.stretch(rng, length - spent)
-    while True:
-        prompt = _prompt(sentences, needle, depth, tokenizer, start, haystack.joiner)
+def _filled(
+    questions: Sequence[_Question], joiner: str, tokenizer: Any, length: int, start: int | None
+) -> list[Prompt]:
+    """The prompts of the questions, of which those that are too long lose their last sentences."""
+    found = _prompts(questions, tokenizer, start, joiner)
+    for place, question in enumerate(questions):
         # Tokens may join or part where sentences meet, so the sum of their lengths is only nearly the whole's.
-        if len(prompt.tokens) + len(prompt.answer) <= length:
-            break
-        sentences = sentences[:-1]
-    _assert_present(prompt, tokenizer)
-    return prompt
+        while len(found[place].tokens) + len(found[place].answer) > length:
+            question = question._replace(sentences=question.sentences[:-1])
+            (found[place],) = _prompts([question], tokenizer, start, joiner)
+        _assert_present(found[place], tokenizer)
+    return found
 
 
-def _prompt(
-    sentences: list[str], needle: Needle, depth: float, tokenizer: Any, start: int | None, joiner: str
-) -> Prompt:
-    document = ruler_single(sentences, needle, depth, joiner=joiner)
-    begin, end = document.answers[0]
-    question = document.text[:begin].removesuffix(" ")
-    tokens = encode(tokenizer, question)
-    whole = encode(tokenizer, document.text[:end])
-    # A tokenizer may join the blank to the digit after it, but must not reach back into the question.
-    answer = whole[len(tokens) :] if whole[: len(tokens)] == tokens else encode(tokenizer, f" {needle.value}")
-    return Prompt(([] if start is None else [start]) + tokens, answer, needle, depth)
+def _prompts(questions: Sequence[_Question], tokenizer: Any, start: int | None, joiner: str) -> list[Prompt]:
+    texts: list[str] = []
+    for sentences, needle, depth in questions:
+        document = ruler_single(sentences, needle, depth, joiner=joiner)
+        begin, end = document.answers[0]
+        texts += [document.text[:begin].removesuffix(" "), document.text[:end]]
+    encoded = encode_all(tokenizer, texts)
+    found: list[Prompt] = []
+    for (_, needle, depth), tokens, whole in zip(questions, encoded[::2], encoded[1::2], strict=True):
+        # A tokenizer may join the blank to the digit after it, but must not reach back into the question.
+        answer = whole[len(tokens) :] if whole[: len(tokens)] == tokens else encode(tokenizer, f" {needle.value}")
+        found.append(Prompt(([] if start is None else [start]) + tokens, answer, needle, depth))
+    return found
 
 
 def _assert_present(prompt: Prompt, tokenizer: Any) -> None:

@@ -17,7 +17,7 @@ from lapcli.evaluation.estimates import perplexity
 from lapcli.evaluation.results import Score
 from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.evaluation.settings import EvaluationSettings
-from lapcli.evaluation.tokenization import encode, text_start, token_name, tokenizer_digest
+from lapcli.evaluation.tokenization import encode, text_start, token_name
 from lapcli.reporting import Reporter
 
 
@@ -112,7 +112,7 @@ def measure_perplexity(
         "limit": settings.limit,
         "seed": None if settings.limit is None else settings.seed,
         "data": documents_digest(list(documents)),
-        "tokenizer": tokenizer_digest(loaded.tokenizer),
+        "tokenizer": loaded.tokenizer_digest,
     }
     counts = {"windows": len(windows), "tokens": sum(tokens), "words": round(sum(words))}
     return [

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lapcli.errors import ModelError
+from lapcli.evaluation.counting import WordCounter
 from lapcli.evaluation.decoding import Writing, stop_tokens, write_greedily
 from lapcli.evaluation.estimates import accuracy, mean
 from lapcli.evaluation.misfit import Misfit, say
@@ -25,13 +26,26 @@ from lapcli.evaluation.results import Score
 from lapcli.evaluation.ruler_texts import RULER_TASKS, Material, RulerTask, RulerText
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.evaluation.settings import DEFAULT_RULER_LENGTHS, EvaluationSettings
-from lapcli.evaluation.tokenization import decode, encode, prompt_start, squeeze, token_name, tokenizer_digest
+from lapcli.evaluation.tokenization import (
+    decode,
+    encode,
+    encode_all,
+    prompt_start,
+    squeeze,
+    token_name,
+)
 from lapcli.reporting import Reporter
 
 FORM = "RULER, string match all"
 METRIC = "string_match"
 # The search for the size stops this close to the largest, as a part of it.
 _CLOSE = 128
+# Tokens that a guess from words may be off, before it is believed no more, and those within which it decides nothing.
+_OFF = 2
+_DOUBT = 4
+# Prompts, and tokens of prompts, that a tokenizer is given at once.
+_TOGETHER = 64
+_TOKENS_TOGETHER = 1 << 19
 
 
 class RulerPrompt(NamedTuple):
@@ -47,7 +61,15 @@ class RulerPrompt(NamedTuple):
 
 
 def make_prompts(
-    name: str, material: Material, tokenizer: Any, *, length: int, samples: int, seed: int, start: int | None
+    name: str,
+    material: Material,
+    tokenizer: Any,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    start: int | None,
+    counter: WordCounter | None = None,
 ) -> list[RulerPrompt] | Misfit:
     """The prompts of one task and length.
 
@@ -59,6 +81,7 @@ def make_prompts(
         samples: how many.
         seed: with the task, the length and the sample's number the only source of chance.
         start: a token that each prompt begins with, or `None`.
+        counter: one of this tokenizer, which knows words of other prompts.
 
     Returns:
         The prompts, or why there are none.
@@ -66,20 +89,108 @@ def make_prompts(
     Raises:
         ModelError: the tokenizer loses what the prompt states.
     """
-    task = RULER_TASKS[name]
+    search = _Search(name, material, tokenizer, length, seed, start, counter or WordCounter(tokenizer))
+    together = max(1, min(_TOGETHER, _TOKENS_TOGETHER // length))
     prompts: list[RulerPrompt] = []
-    size = task.smallest
-    largest = min(length, task.largest(material) or length)  # a unit takes a token at least
-    for sample in range(samples):
-        build = partial(_build, name, material, tokenizer, length, seed, start, sample)
-        needed = _spent(build(task.smallest), task)
-        if needed > length:
-            return Misfit(name, length, needed)
-        size = largest_size(lambda units: _spent(build(units), task) <= length, task.smallest, largest, size)  # noqa: B023 -- called at once
-        prompt = build(size)
-        _assert_readable(name, prompt, tokenizer)
-        prompts.append(prompt)
+    size = search.task.smallest
+    while len(prompts) < samples:
+        sizes: list[int] = []
+        misfit: Misfit | None = None
+        for sample in range(len(prompts), min(samples, len(prompts) + together)):
+            found = search.size(sample, sizes[-1] if sizes else size)
+            if isinstance(found, Misfit):
+                misfit = found
+                break
+            sizes.append(found)
+        made = search.prompts(len(prompts), sizes)
+        for prompt in made:
+            _assert_readable(name, prompt, tokenizer)
+        prompts += made
+        # Where the words said something else than the tokenizer does, it is asked from there on.
+        if len(made) == len(sizes) and misfit is not None:
+            return misfit
+        size = sizes[len(made) - 1] if made else size
     return prompts
+
+
+class _Search:
+    """Finds how much haystack fits, by as few texts in tokens as may be.
+
+    Args:
+        name: of the task.
+        material: of the prompts.
+        tokenizer: the model's.
+        length: most tokens of a prompt with what is written after it.
+        seed: of the prompts.
+        start: a token that each prompt begins with, or `None`.
+        counter: guesses the tokens of a text.
+
+    Attributes:
+        task: by its name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        material: Material,
+        tokenizer: Any,
+        length: int,
+        seed: int,
+        start: int | None,
+        counter: WordCounter,
+    ):
+        self.task, self._counter = RULER_TASKS[name], counter
+        self._name, self._length, self._tokenizer = name, length, tokenizer
+        self._text = partial(_text, name, material, length, seed)
+        self._start = [] if start is None else [start]
+        self._room = length - self.task.written - len(self._start)
+        self._largest = min(length, self.task.largest(material) or length)  # a unit takes a token at least
+        self._counted: dict[tuple[int, int], list[int]] = {}
+
+    def size(self, sample: int, guess: int) -> int | Misfit:
+        """The largest size of a sample, or one nearly as large.
+
+        Sizes of which the words leave no doubt are not tokenised. `prompts` does so with what was found.
+
+        Args:
+            sample: its number.
+            guess: where the search begins.
+        """
+        smallest = self.task.smallest
+        if not self._fits(sample, smallest):
+            needed = self._length - self._room + len(self._tokens(sample, smallest))
+            return Misfit(self._name, self._length, needed)
+        return largest_size(partial(self._fits, sample), smallest, self._largest, guess)
+
+    def prompts(self, first: int, sizes: Sequence[int]) -> list[RulerPrompt]:
+        """The prompts of the samples from `first` on, up to one where the guess was wrong, which then is not believed."""
+        places = list(enumerate(sizes, first))
+        texts = {place: self._text(*place) for place in places}
+        missing = [place for place in places if place not in self._counted]
+        tokens = encode_all(self._tokenizer, [texts[place].prompt for place in missing])
+        self._counted |= dict(zip(missing, tokens, strict=True))
+        found: list[RulerPrompt] = []
+        for place in places:
+            if self._counter.believed:
+                off = abs(self._counter.guess(texts[place].prompt) - len(self._counted[place]))
+                self._counter.believed = off <= _OFF
+                if not self._counter.believed:
+                    break
+            found.append(RulerPrompt([*self._start, *self._counted[place]], texts[place]))
+        self._counted.clear()
+        return found
+
+    def _fits(self, sample: int, size: int) -> bool:
+        if self._counter.believed:
+            guess = self._counter.guess(self._text(sample, size).prompt)
+            if abs(guess - self._room) > _DOUBT:
+                return guess <= self._room
+        return len(self._tokens(sample, size)) <= self._room
+
+    def _tokens(self, sample: int, size: int) -> list[int]:
+        if (sample, size) not in self._counted:
+            self._counted[sample, size] = encode(self._tokenizer, self._text(sample, size).prompt)
+        return self._counted[sample, size]
 
 
 def largest_size(fits: Callable[[int], bool], smallest: int, largest: int, guess: int) -> int:
@@ -133,8 +244,8 @@ def misfits(
     for name in names:
         task = RULER_TASKS[name]
         for length in lengths:
-            first = _build(name, material, tokenizer, length, seed, start, 0, task.smallest)
-            if (needed := _spent(first, task)) > length:
+            first = encode(tokenizer, _text(name, material, length, seed, 0, task.smallest).prompt)
+            if (needed := len(first) + (start is not None) + task.written) > length:
                 found.setdefault(name, []).append(Misfit(name, length, needed))
     return found
 
@@ -172,8 +283,9 @@ def measure_ruler(
     left_out: list[Misfit] = []
     for length in dict.fromkeys(settings.ruler_lengths or DEFAULT_RULER_LENGTHS):
         prompts = make_prompts(
-            name, material, tokenizer, length=length, samples=samples, seed=settings.seed, start=start
-        )
+            name, material, tokenizer,
+            length=length, samples=samples, seed=settings.seed, start=start, counter=loaded.words,
+        )  # fmt: skip
         if isinstance(prompts, Misfit):
             left_out.append(prompts)
             continue
@@ -200,7 +312,7 @@ def measure_ruler(
                     "start_token": token_name(tokenizer, start),
                     "seed": settings.seed,
                     "data": task.data(material),
-                    "tokenizer": tokenizer_digest(tokenizer),
+                    "tokenizer": loaded.tokenizer_digest,
                 },
                 length=length,
                 counts={"tokens": sum(len(prompt.tokens) for prompt in prompts)},
@@ -220,17 +332,10 @@ def string_match(text: str, answers: Sequence[str]) -> float:
     return sum(answer.lower() in low for answer in answers) / len(answers)
 
 
-def _build(
-    name: str, material: Material, tokenizer: Any, length: int, seed: int, start: int | None, sample: int, size: int
-) -> RulerPrompt:
+def _text(name: str, material: Material, length: int, seed: int, sample: int, size: int) -> RulerText:
     # Seeded by text, which Python hashes the same way in every version.
     rng = random.Random(f"{name} {seed} {length} {sample}")
-    text = RULER_TASKS[name].build(rng, size, length, material)
-    return RulerPrompt(([] if start is None else [start]) + encode(tokenizer, text.prompt), text)
-
-
-def _spent(prompt: RulerPrompt, task: RulerTask) -> int:
-    return len(prompt.tokens) + task.written
+    return RULER_TASKS[name].build(rng, size, length, material)
 
 
 def _shares(
@@ -271,7 +376,10 @@ def _shares(
 
 
 def _assert_readable(name: str, prompt: RulerPrompt, tokenizer: Any) -> None:
-    seen, meant = squeeze(decode(tokenizer, prompt.tokens)), squeeze(prompt.text.prompt)
+    text = decode(tokenizer, prompt.tokens)
+    if text == prompt.text.prompt and all(fact in text for fact in prompt.text.facts):
+        return
+    seen, meant = squeeze(text), squeeze(prompt.text.prompt)
     for fact in map(squeeze, prompt.text.facts):
         if not 0 < meant.count(fact) <= seen.count(fact):
             raise ModelError(

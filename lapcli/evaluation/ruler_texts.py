@@ -34,6 +34,7 @@ Kind = Literal["number", "word", "uuid"]
 
 _LONGEST_SENTENCE = 400
 _MIN_SENTENCES = 20
+_REMEMBERED = 4096
 _NOISE = " ".join(RULER_NOISE)
 
 _ALL_QUESTION = "What are all the special magic {kind} for {key} mentioned in the provided text?"
@@ -109,7 +110,16 @@ class Material:
                 "give a file with more running text",
             )
         self.digest = documents_digest(list(documents))
-        self.text = "\n".join(self.sentences)
+        self._text = "\n".join(self.sentences)
+        self._held: dict[str, bool] = {}
+
+    def holds(self, text: str) -> bool:
+        """Whether the running text holds this one, which is asked again for each size of a prompt."""
+        if text not in self._held:
+            if len(self._held) >= _REMEMBERED:
+                self._held.clear()
+            self._held[text] = text in self._text
+        return self._held[text]
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -175,7 +185,7 @@ def _needle_text(form: _Needles, rng: random.Random, size: int, length: int, mat
         while True:
             found = _drawn(rng, kind)
             # A running text that holds the value would give it away, or give away another.
-            if found not in taken and (form.haystack != "essay" or found not in material.text):
+            if found not in taken and (form.haystack != "essay" or not material.holds(found)):
                 taken.add(found)
                 return found
 

@@ -25,12 +25,13 @@ from lapcli.evaluation.results import Evaluation, Measured, ModelScores, Score
 from lapcli.evaluation.ruler import measure_ruler
 from lapcli.evaluation.ruler_texts import Material
 from lapcli.evaluation.scoring import LoadedModel
-from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
+from lapcli.evaluation.settings import DEFAULT_RULER_LENGTHS, EvaluationOptions, EvaluationSettings
 from lapcli.evaluation.tasks import NOISE_TASK, TEXT_PREFIX, TaskInfo, expand, parse_tasks
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter, SilentReporter
 
 if TYPE_CHECKING:
+    from lapcli.evaluation.captured import CapturedWriter
     from lapcli.families.loading import ModelSource
 
 _KERNEL_PACKAGES = ("flash-linear-attention", "fla-core", "triton", "causal-conv1d", "mamba-ssm", "kernels")
@@ -227,7 +228,13 @@ def evaluate(
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         model = load_model(source, device=device, dtype=dtype, kernel=kernel, trust_remote_code=trust_remote_code)
         Machine(kernel=kernel, require_fast=require_fast).announce(model, reporter)
-        loaded = LoadedModel(model=model, tokenizer=tokenizer, name=label, processes=options.processes)
+        loaded = LoadedModel(
+            model=model,
+            tokenizer=tokenizer,
+            name=label,
+            processes=options.processes,
+            writer=_writer(model, kernel, missing, settings, plan.max_length),
+        )
         measured.append(
             ModelScores(
                 label=label,
@@ -350,6 +357,20 @@ def _lengths(info: TaskInfo, settings: EvaluationSettings) -> tuple[int, ...]:
         frozenset({"niah"}): settings.niah_lengths,
         frozenset({"ruler"}): settings.ruler_lengths or (),
     }.get(frozenset(kinds), ())
+
+
+def _writer(
+    model: Any, kernel: str, tasks: Sequence[TaskInfo], settings: EvaluationSettings, max_length: int
+) -> "CapturedWriter | None":
+    """What continues prompts by captured steps, where tasks may have the model write, on a GPU."""
+    kinds = {info.kind for info in tasks}
+    ruler = (settings.ruler_lengths or DEFAULT_RULER_LENGTHS) if "ruler" in kinds else ()
+    longest = max([*ruler, *([max_length] if "harness" in kinds else [])], default=0)
+    if not longest or model.device.type != "cuda":
+        return None
+    from lapcli.evaluation.captured import CapturedWriter
+
+    return CapturedWriter.of(model, kernel, longest)
 
 
 def _in_order(plan: EvaluationPlan, label: str, scores: Mapping[str, tuple[Score, ...]]) -> tuple[Score, ...]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from lapcli.errors import UsageError
@@ -27,6 +28,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text alone, without special ones."""
     # A text longer than the model takes is cut into windows later; transformers would warn of it here.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each text, as `encode` gives them; of many a fast tokenizer makes them with all cores."""
+    if not texts or getattr(tokenizer, "backend_tokenizer", None) is None:
+        return [encode(tokenizer, text) for text in texts]
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:

@@ -1,6 +1,6 @@
 """The decode engine: a stock checkpoint, a pool of row states, steps that read them once and write them once."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -364,6 +364,42 @@ class Engine:
             raise
         return [found[number] for number in range(len(prompts))]
 
+    @torch.no_grad()
+    def prefill_together(self, prompts: Sequence[Sequence[int]]) -> list[Prefilled]:
+        """Run new rows of any lengths through the model in one pass, the shorter ones padded.
+
+        `prefill_rows` lets rows of unlike lengths go through one after the other, which takes less memory, and a GPU
+        longer. All are rows of the first configuration.
+
+        Args:
+            prompts: tokens of each, at least one.
+
+        Raises:
+            ModelError: too few slots or pages are free, or a row would be longer than `max_length`.
+            UsageError: there is no token, or one is not in the vocabulary.
+        """
+        if isinstance(self.plan, EagerPlan):
+            return self.prefill_rows(prompts)
+        for tokens in prompts:
+            self.check_prompt(tokens)
+        converted = self.converted(None)
+        taken: list[int] = []
+        lengths = [len(tokens) for tokens in prompts]
+        prefiller = self.plan.prefiller_of(converted)
+        try:
+            for length in lengths:
+                taken.append(self._open(length, converted))
+            cache = prefiller.cache()
+            logits = prefiller.forward_together(prompts, cache)
+            prefiller.store_rows(cache, taken, lengths)
+        except BaseException:
+            for slot in taken:
+                self.release(slot)
+            raise
+        for slot, length in zip(taken, lengths, strict=True):
+            self.slots.positions[slot] = length
+        return [Prefilled(slot, logits[row]) for row, slot in enumerate(taken)]
+
     def _open(self, tokens: int, converted: int) -> int:
         """Take a slot for a row of a configuration, and pages for so many tokens."""
         slot = self.slots.take(converted)
@@ -477,7 +513,14 @@ class Engine:
 
     @torch.no_grad()
     def decode(
-        self, tokens: Sequence[int] | Tensor, steps: int, slots: Sequence[int] | None = None, mode: Mode = "greedy"
+        self,
+        tokens: Sequence[int] | Tensor,
+        steps: int,
+        slots: Sequence[int] | None = None,
+        mode: Mode = "greedy",
+        *,
+        watch: Callable[[Tensor, Tensor], None] | None = None,
+        at_least: int = 1,
     ) -> Tensor:
         """Run many steps, each on the tokens that the one before chose, without waiting for the host.
 
@@ -486,6 +529,8 @@ class Engine:
             steps: how many.
             slots: the rows; default: all.
             mode: how tokens are chosen; other than `greedy` reads `steps.choices`.
+            watch: given each step's logits `[B, vocabulary]` and the tokens chosen, which the next step overwrites.
+            at_least: rows that a step is run for, so that few rows need no graph of their own.
 
         Returns:
             The tokens chosen, `[steps, B]`, on the device.
@@ -499,9 +544,12 @@ class Engine:
         slots = sorted(self.slots.positions) if slots is None else list(slots)
         self._ready(tokens, slots, steps)
         found = torch.empty(steps, len(slots), dtype=torch.int64, device=self.device)
+        rows = max(len(slots), min(at_least, self.max_rows))
         for number in range(steps):
-            self.steps.run(len(slots), mode, longest=self._longest(slots))
+            logits = self.steps.run(rows, mode, longest=self._longest(slots))
             found[number] = self.steps.tokens[: len(slots)]
+            if watch is not None:
+                watch(logits[: len(slots)], found[number])
             for slot in slots:
                 self.slots.positions[slot] += 1
         return found

@@ -316,6 +316,11 @@ class ConfiguredPrefiller(DualStatePrefiller):
         self.convertible.configure(self.converted)
         return super().forward(tokens, cache, seen)
 
+    def forward_together(self, prompts: Sequence[Sequence[int]], cache: Any) -> Tensor:
+        """Run prompts of any lengths in one pass."""
+        self.convertible.configure(self.converted)
+        return super().forward_together(prompts, cache)
+
 
 def why_not_llama(model: Any) -> str | None:
     """Why a model of one of these types cannot run as fused steps, or `None`."""

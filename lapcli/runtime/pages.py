@@ -39,6 +39,34 @@ ALL = Kind()
 """All attention layers, and no states in pages."""
 
 
+class Ends(NamedTuple):
+    """Where the tokens of rows of unlike lengths stand, which end together.
+
+    Attributes:
+        tokens: places that each row has.
+        rows: of each token, its row.
+        columns: its place in it.
+        slots: its row's slot.
+        at: its position.
+    """
+
+    tokens: int
+    rows: Tensor
+    columns: Tensor
+    slots: Tensor
+    at: Tensor
+
+    @classmethod
+    def of(cls, slots: Sequence[int], positions: Sequence[int], tokens: int, device: torch.device) -> "Ends":
+        """Rows that have seen `positions` tokens, of which the last ones, `tokens` at most, are there."""
+        counts = torch.tensor([min(position, tokens) for position in positions])
+        rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        # Counted down from the end, where all rows have theirs.
+        back = counts.cumsum(0)[rows] - torch.arange(len(rows))
+        at, columns, of = torch.tensor(positions)[rows] - back, tokens - back, torch.tensor(slots)[rows]
+        return cls(tokens, *(each.to(device) for each in (rows, columns, of, at)))
+
+
 class AttentionPool:
     """Keys and values of one attention layer, in pages that all layers share.
 
@@ -87,6 +115,28 @@ class AttentionPool:
         page, place = self.pages[slot, at // PAGE].long(), at % PAGE
         for pool, new in ((self.keys, keys), (self.values, values)):
             pool[page, :, place] = new.transpose(0, 1).to(pool.dtype)
+
+    def write_rows(
+        self, slots: Sequence[int], positions: Sequence[int], keys: Tensor, values: Tensor, where: "Ends | None" = None
+    ) -> "Ends":
+        """Do as `write` does for many slots at once, whose tokens stand at the end of `[B, heads, tokens, width]`.
+
+        Args:
+            slots: which, each once.
+            positions: tokens that each has seen, of which those before the ones that are here are left out.
+            keys: of the last tokens; before those of a shorter row stands anything.
+            values: likewise.
+            where: what another layer was given back for these rows.
+
+        Returns:
+            Where the tokens are, for a layer that remembers as many.
+        """
+        if where is None or where.tokens != keys.shape[2]:
+            where = Ends.of(slots, positions, keys.shape[2], keys.device)
+        page, place = self.pages[where.slots, where.at // PAGE].long(), where.at % PAGE
+        for pool, new in ((self.keys, keys), (self.values, values)):
+            pool[page, :, place] = new[where.rows, :, where.columns].to(pool.dtype)
+        return where
 
     def read(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a slot's first `position` tokens, as `write` takes them; copies."""

@@ -1,7 +1,7 @@
 """What the rows under way keep between steps: one place a slot in tensors that never move."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,6 +94,23 @@ class RecurrentPool:
             places = [(position - self.shape.past + index) % self.ring for index in range(self.shape.past)]
             self.inputs[slot].zero_()
             self.inputs[slot, places] = past.to(self.inputs.dtype)
+
+    def write_rows(self, slots: Sequence[int], positions: Sequence[int], states: Tensor, past: Tensor) -> None:
+        """Do as `write` does for many slots at once.
+
+        Args:
+            slots: which, each once.
+            positions: tokens that each has seen.
+            states: `[B, *shape.state]`.
+            past: `[B, past, channels]`.
+        """
+        index = torch.tensor([self.place(slot) for slot in slots], device=self.state.device)
+        self.state[index] = states.to(self.state.dtype)
+        if self.shape.channels:
+            last = torch.tensor(positions, device=index.device).unsqueeze(1) - self.shape.past
+            places = (last + torch.arange(self.shape.past, device=index.device)) % self.ring
+            self.inputs[index] = 0
+            self.inputs[index.unsqueeze(1), places] = past.to(self.inputs.dtype)
 
     def read(self, slot: int, position: int) -> tuple[Tensor, Tensor]:
         """A slot's state and its last `past` inputs, as `write` takes them; copies."""
