@@ -174,11 +174,16 @@ class CapturedWriter:
 
         def together(part: Sequence[Writing]) -> list[tuple[int, int]]:
             found = engine.prefill_together([writing.tokens for writing in part])
-            logits = torch.stack([each.logits for each in found])
-            chosen = logits.argmax(dim=1)
-            _refuse_nan(logits, chosen, name)
-            engine.pages.grow({each.slot: _room_of(writing) for each, writing in zip(found, part, strict=True)})
-            return [(each.slot, token) for each, token in zip(found, chosen.tolist(), strict=True)]
+            try:
+                logits = torch.stack([each.logits for each in found])
+                chosen = logits.argmax(dim=1)
+                _refuse_nan(logits, chosen, name)
+                engine.pages.grow({each.slot: _room_of(writing) for each, writing in zip(found, part, strict=True)})
+                return [(each.slot, token) for each, token in zip(found, chosen.tolist(), strict=True)]
+            except BaseException:
+                for each in found:
+                    engine.release(each.slot)
+                raise
 
         found = rows.run([writing for _, writing in prompts], together)
         return [

@@ -159,7 +159,9 @@ class _Search:
         smallest = self.task.smallest
         if not self._fits(sample, smallest):
             needed = self._length - self._room + len(self._tokens(sample, smallest))
-            return Misfit(self._name, self._length, needed)
+            # Where only the words say so, `prompts` finds that they are wrong.
+            if needed > self._length:
+                return Misfit(self._name, self._length, needed)
         return largest_size(partial(self._fits, sample), smallest, self._largest, guess)
 
     def prompts(self, first: int, sizes: Sequence[int]) -> list[RulerPrompt]:

@@ -378,7 +378,7 @@ class Engine:
             ModelError: too few slots or pages are free, or a row would be longer than `max_length`.
             UsageError: there is no token, or one is not in the vocabulary.
         """
-        if isinstance(self.plan, EagerPlan):
+        if isinstance(self.plan, EagerPlan) or not prompts:
             return self.prefill_rows(prompts)
         for tokens in prompts:
             self.check_prompt(tokens)
