@@ -36,7 +36,7 @@ def source_of(kind, folder):
     if kind == "llama":
         return tiny_source("llama", folder)
     if kind == "dual_state":
-        return converted_source("llama", folder, 1, teacher={"vocab_size": 300})
+        return converted_source(tiny_source("llama", folder / "teacher"), folder / "converted", (1,))[0]
     return resolve_model(str(tiny_stock_model(kind, folder)))
 
 
