@@ -150,9 +150,7 @@ class CapturedWriter:
                     engine.release(row.slot)
         return written
 
-    def _joining(
-        self, engine: Engine, waiting: deque[tuple[int, Writing]], active: int, most: int, rows: Rows
-    ) -> int:
+    def _joining(self, engine: Engine, waiting: deque[tuple[int, Writing]], active: int, most: int, rows: Rows) -> int:
         """How many of the waiting prompts go through the model now."""
         free = most - active
         # Prompts come in numbers, so that steps are not held up for one.

@@ -120,7 +120,9 @@ def score(
     with reporter.task(description, total=total, unit="tokens") as progress, torch.inference_mode():
         position = 0
         while position < len(order):
-            batch = order[position : position + runner.rows([requests[index] for index in order[position : position + _MAX_ROWS]])]
+            batch = order[
+                position : position + runner.rows([requests[index] for index in order[position : position + _MAX_ROWS]])
+            ]
             answers = runner.run([requests[index] for index in batch])
             for index, answer in zip(batch, answers, strict=False):
                 found[index] = torch.tensor(answer, dtype=torch.float64)

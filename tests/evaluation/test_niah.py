@@ -195,3 +195,39 @@ def test_forced_scores_are_those_of_greedy_decoding(tiny):
         description="",
     )
     assert [answer.greedy for answer in forced] == [True, False] * 3
+
+
+def generated(model, prompt, count):
+    """The most probable token, one whole pass without a cache for each."""
+    tokens = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_scores_are_those_of_a_small_generate(tiny, monkeypatch):
+    """Every other answer is made to be what the model says, in a haystack whose prompts are made a few at a time."""
+    from lapcli.evaluation import niah
+
+    haystack = Haystack(PROSE, tiny.tokenizer)
+    whole = prompts_of(haystack, tiny.tokenizer, 420, samples=5)
+    monkeypatch.setattr(niah, "_TOGETHER", 2)
+    prompts = prompts_of(haystack, tiny.tokenizer, 420, samples=5)
+    assert prompts == whole
+    made = niah.make_prompts
+
+    def known(*arguments, **options):
+        return [
+            prompt._replace(answer=generated(tiny.model, prompt.tokens, len(prompt.answer))) if number % 2 else prompt
+            for number, prompt in enumerate(made(*arguments, **options))
+        ]
+
+    def share():
+        (found,) = measure(tiny, niah_lengths=(420,), limit=5)
+        return found.estimate.value
+
+    right = [generated(tiny.model, prompt.tokens, len(prompt.answer)) == prompt.answer for prompt in prompts]
+    assert share() == pytest.approx(sum(right) / 5)
+    monkeypatch.setattr(niah, "make_prompts", known)
+    assert share() == pytest.approx(sum(found or number % 2 for number, found in enumerate(right)) / 5)
