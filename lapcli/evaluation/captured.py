@@ -1,8 +1,8 @@
 """Greedy writing by the runtime's engine: many rows at once, steps that are captured, a look at them every few steps.
 
-A step by a library's `generate` is some hundred launches and a few waits for the device, whatever the model's size. Here
-a step is one replay of a graph, and the host looks at what was written once a block of steps: rows that have ended by
-then may have written on, which is cut off again. Prompts go through the model as there, many in one pass, padded.
+A step by a library's `generate` is some hundred launches and a few waits for the device, whatever the model's size.
+Here a step is one replay of a graph, and the host looks at what was written once a block of steps: rows that have ended
+by then may have written on, which is cut off again. Prompts go through the model as there, many in one pass, padded.
 """
 
 from collections import deque

@@ -1,9 +1,9 @@
 """Greedy decoding with the model's cache: the one place where an evaluation has a model write.
 
 A prompt goes through the model once. What it leaves behind (recurrent states, keys and values) is kept, and each
-further token costs a pass over that token alone. Prompts of unlike lengths share a batch: the short ones are padded and
-masked. A row ends by its own rule, and a batch with its last row. Where steps can be captured, `captured` does all this;
-else the model's own generation does.
+further token costs a pass over that token alone. Prompts of unlike lengths share a batch: the short ones are padded
+and masked. A row ends by its own rule, and a batch with its last row. Where steps can be captured, `captured` does all
+this; else the model's own generation does.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

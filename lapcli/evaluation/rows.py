@@ -8,9 +8,8 @@ import torch
 from lapcli.errors import ModelError
 from lapcli.reporting import Reporter
 
-
-# Tokens of a pass. On a CPU more of them fall out of the caches, and a model of 6 M parameters gets a fifth slower; on a
-# GPU more do not run faster.
+# Tokens of a pass. On a CPU more of them fall out of the caches, and a model of 6 M parameters gets a fifth slower; on
+# a GPU more do not run faster.
 _CPU_TOKENS = 4096
 _MOST_TOKENS = 1 << 18
 # Of a GPU's free memory, for what a pass keeps of its tokens meanwhile, and for its logits: what is wrong by half still

@@ -165,7 +165,7 @@ class _Search:
         return largest_size(partial(self._fits, sample), smallest, self._largest, guess)
 
     def prompts(self, first: int, sizes: Sequence[int]) -> list[RulerPrompt]:
-        """The prompts of the samples from `first` on, up to one where the guess was wrong, which then is not believed."""
+        """The prompts of the samples from `first` on, up to one where the guess was wrong, and is believed no more."""
         places = list(enumerate(sizes, first))
         texts = {place: self._text(*place) for place in places}
         missing = [place for place in places if place not in self._counted]

@@ -365,7 +365,8 @@ def _writer(
     """What continues prompts by captured steps, where tasks may have the model write, on a GPU."""
     kinds = {info.kind for info in tasks}
     ruler = (settings.ruler_lengths or DEFAULT_RULER_LENGTHS) if "ruler" in kinds else ()
-    longest = max([*ruler, *([max_length] if "harness" in kinds else [])], default=0)
+    lengths: list[int] = [*ruler, *([max_length] if "harness" in kinds else [])]
+    longest = max(lengths, default=0)
     if not longest or model.device.type != "cuda":
         return None
     from lapcli.evaluation.captured import CapturedWriter

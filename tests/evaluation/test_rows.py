@@ -123,7 +123,7 @@ def test_answers_together_are_those_of_each_row(uniform):
         Request(torch.randint(0, 259, (length,), generator=generator).tolist(), scored)
         for length, scored in ((13, 3), (13, 12), (6, 1), (2, 1), (9, 4))
     ]
-    requests[2].tokens[-1] = int(logits[2, 4].argmax())
+    requests[2] = Request([*requests[2].tokens[:-1], int(logits[2, 4].argmax())], 1)
     runner = scoring._Runner(uniform, None, SilentReporter())
     found = runner._together(logits, 0, requests)
     for row, request, answer in zip(logits.double().log_softmax(-1), requests, found, strict=True):
