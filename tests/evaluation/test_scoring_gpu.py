@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lapcli.evaluation.captured import CapturedWriter
 from lapcli.evaluation.decoding import Writing, write_greedily
 from lapcli.evaluation.run import evaluate
 from lapcli.evaluation.scoring import LoadedModel, Request, score
@@ -34,6 +35,22 @@ def test_a_gpu_scores_and_continues_as_the_cpu_does(tiny, tiny_folder):
     assert [answer.log_probability for answer in there] == pytest.approx(
         [answer.log_probability for answer in here], abs=5 * 5 * 2**-10
     )
+
+
+def test_captured_steps_write_what_the_cpu_writes(tiny, tiny_folder):
+    model = load_model(resolve_model(str(tiny_folder)), device="cuda")
+    writer = CapturedWriter.of(model, "auto", 100)
+    assert writer is not None
+    loaded = LoadedModel(model, tiny.tokenizer, "tiny", writer=writer)
+    prompts = [list(range(10, 10 + length)) for length in (5, 60, 33, 1, 2)]
+    writings = [Writing(prompt, limit) for prompt, limit in zip(prompts, (5, 17, 40, 1, 16), strict=True)]
+    said, on_gpu = (
+        write_greedily(model, writings, batch_size=3, reporter=SilentReporter(), description="")
+        for model in (tiny, loaded)
+    )
+    assert on_gpu == said
+    assert writer._engine is not None
+    assert writer._engine.path.graph
 
 
 def test_bf16_evaluates_on_a_gpu(tiny_folder):
