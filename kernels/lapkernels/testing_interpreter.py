@@ -41,9 +41,14 @@ def _true_masks(builder: Any) -> None:
     refuses to read memory by such a mask, earlier ones took it.
     """
 
+    import numpy as np
+
     def of_truths(member: Any, place: int) -> Any:
         def access(self: Any, *args: Any, **kwargs: Any) -> Any:
-            args[place].data = args[place].data.astype(bool)
+            mask = args[place]
+            # Those of descriptors are arrays, of truth values already.
+            if not isinstance(mask, np.ndarray):
+                mask.data = mask.data.astype(bool)
             return member(self, *args, **kwargs)
 
         return access
