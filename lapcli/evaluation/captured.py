@@ -1,8 +1,8 @@
 """Greedy writing by the runtime's engine: many rows at once, steps that are captured, a look at them every few steps.
 
-A step by a library's `generate` is some hundred launches and a few waits for the device, whatever the model's size.
-Here a step is one replay of a graph, and the host looks at what was written once a block of steps: rows that have ended
-by then may have written on, which is cut off again. Prompts go through the model as there, many in one pass, padded.
+A step by a library's `generate` is hundreds of launches and three waits for the device, however small the model. Here
+a step is one replay of a graph, and the host looks at what was written once a block of steps: rows that have ended by
+then may have written on, which is cut off again. Prompts go through the model many in one pass, padded.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ _SHARE = 0.3
 _CPU_BYTES = 1 << 30
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
     """A prompt under way.
 
@@ -123,40 +123,36 @@ class CapturedWriter:
         written: list[list[int]] = [[] for _ in writings]
         active: list[_Row] = []
 
-        def settle(row: _Row) -> None:
-            engine.release(row.slot)
-            written[row.number] = row.written
-            done(1)
+        def take(tokens: Sequence[tuple[_Row, Sequence[int]]]) -> None:
+            for row, new in tokens:
+                if row.take(new, stop):
+                    active.remove(row)
+                    engine.release(row.slot)
+                    written[row.number] = row.written
+                    done(1)
 
         try:
             while waiting or active:
-                while waiting and (count := self._joining(engine, waiting, len(active), most, rows)):
+                # Prompts come in numbers, so that steps are not held up for one.
+                joins = not active or most - len(active) >= min(len(waiting), most // 2)
+                while joins and (count := self._joining(engine, waiting, most - len(active), rows)):
                     joined = self._begin(engine, [waiting[place] for place in range(count)], rows, loaded.name)
-                    for row, first in joined:
+                    for row, _ in joined:
                         waiting.popleft()
                         active.append(row)
-                        if row.take([first], stop):
-                            active.remove(row)
-                            settle(row)
+                    take(joined)
                 if active:
-                    for row, tokens in zip(active, self._steps(engine, active, loaded.name), strict=True):
-                        if row.take(tokens, stop):
-                            settle(row)
-                            row.slot = -1
-                    active = [row for row in active if row.slot >= 0]
+                    take(self._steps(engine, active, loaded.name))
         finally:
             for row in active:
-                if row.slot >= 0:
-                    engine.release(row.slot)
+                engine.release(row.slot)
         return written
 
-    def _joining(self, engine: Engine, waiting: deque[tuple[int, Writing]], active: int, most: int, rows: Rows) -> int:
-        """How many of the waiting prompts go through the model now."""
-        free = most - active
-        # Prompts come in numbers, so that steps are not held up for one.
-        if active and free < min(len(waiting), most // 2):
+    def _joining(self, engine: Engine, waiting: deque[tuple[int, Writing]], free: int, rows: Rows) -> int:
+        """How many of the waiting prompts go through the model in one pass, where so many rows are free."""
+        if not waiting:
             return 0
-        count = min(free, len(waiting), rows.at(max(1, tokens_of_a_pass(self._model) // len(waiting[0][1].tokens))))
+        count = min(free, len(waiting), rows.at(tokens_of_a_pass(self._model) // len(waiting[0][1].tokens)))
         pages = engine.pages.free
         for place in range(count):
             writing = waiting[place][1]
@@ -167,29 +163,32 @@ class CapturedWriter:
 
     def _begin(
         self, engine: Engine, prompts: Sequence[tuple[int, Writing]], rows: Rows, name: str
-    ) -> list[tuple[_Row, int]]:
+    ) -> list[tuple[_Row, Sequence[int]]]:
         """Take prompts in, as many of them as memory takes; each with the token that follows it."""
 
         def together(part: Sequence[Writing]) -> list[tuple[int, int]]:
             found = engine.prefill_together([writing.tokens for writing in part])
+            slots = [each.slot for each in found]
             try:
+                engine.pages.grow(dict(zip(slots, map(_room_of, part), strict=True)))
                 logits = torch.stack([each.logits for each in found])
                 chosen = logits.argmax(dim=1)
-                _refuse_nan(logits, chosen, name)
-                engine.pages.grow({each.slot: _room_of(writing) for each, writing in zip(found, part, strict=True)})
-                return [(each.slot, token) for each, token in zip(found, chosen.tolist(), strict=True)]
+                # NaN is the largest of all.
+                if bool(logits.gather(1, chosen.unsqueeze(1)).isnan().any()):
+                    raise not_numbers(name)
+                return list(zip(slots, chosen.tolist(), strict=True))
             except BaseException:
-                for each in found:
-                    engine.release(each.slot)
+                for slot in slots:
+                    engine.release(slot)
                 raise
 
         found = rows.run([writing for _, writing in prompts], together)
         return [
-            (_Row(number, writing, slot), first)
+            (_Row(number, writing, slot), [first])
             for (number, writing), (slot, first) in zip(prompts, found, strict=False)
         ]
 
-    def _steps(self, engine: Engine, active: Sequence[_Row], name: str) -> list[list[int]]:
+    def _steps(self, engine: Engine, active: Sequence[_Row], name: str) -> list[tuple[_Row, Sequence[int]]]:
         """The next tokens of each row, of some more than it may have."""
         steps = min(BLOCK, max(row.writing.limit - len(row.written) for row in active))
         scores = torch.empty(steps, len(active), dtype=torch.float32, device=engine.device)
@@ -207,7 +206,7 @@ class CapturedWriter:
         )
         if bool(scores.isnan().any()):
             raise not_numbers(name)
-        return tokens.T.tolist()
+        return list(zip(active, tokens.T.tolist(), strict=True))
 
     def _engine_for(self, longest: int) -> Engine | None:
         """An engine with room for rows of so many tokens and a block; `None` where there can be none."""
@@ -250,9 +249,3 @@ class CapturedWriter:
 def _room_of(writing: Writing) -> int:
     """Tokens that a row may come to, a block that it does not need included."""
     return len(writing.tokens) + writing.limit + BLOCK
-
-
-def _refuse_nan(logits: Tensor, chosen: Tensor, name: str) -> None:
-    """Raise where a row's logits are not numbers: NaN is the largest of all, so that it is what was chosen."""
-    if bool(logits.gather(1, chosen.unsqueeze(1)).isnan().any()):
-        raise not_numbers(name)

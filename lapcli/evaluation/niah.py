@@ -12,6 +12,7 @@ answer shows for all of them at once.
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from lapcli.data.builtin import documents_digest
@@ -27,6 +28,7 @@ from lapcli.data.recall import (
 )
 from lapcli.errors import DataError, ModelError, UsageError
 from lapcli.evaluation.estimates import accuracy
+from lapcli.evaluation.made import Made
 from lapcli.evaluation.misfit import Misfit, say
 from lapcli.evaluation.results import Score
 from lapcli.evaluation.scoring import LoadedModel, Request, score
@@ -200,6 +202,7 @@ def measure_niah(
     reporter: Reporter,
     task: str = "niah",
     joiner: str = " ",
+    made: Made | None = None,
 ) -> list[Score]:
     """The share of needles recalled exactly, for each length that has room for the question.
 
@@ -211,6 +214,7 @@ def measure_niah(
         reporter: progress goes here.
         task: what the scores are called.
         joiner: what stands between two sentences.
+        made: keeps prompts for other models, of the same settings and documents.
 
     Returns:
         One score a length. Where another length had no room for the question, their notes say so.
@@ -223,7 +227,11 @@ def measure_niah(
     left_out: list[Misfit] = []
     for length in dict.fromkeys(settings.niah_lengths):
         try:
-            prompts = make_prompts(haystack, tokenizer, length=length, samples=samples, seed=settings.seed, start=start)
+            make = partial(
+                make_prompts, haystack, tokenizer,
+                length=length, samples=samples, seed=settings.seed, start=start,
+            )  # fmt: skip
+            prompts = make() if made is None else made.prompts((task, loaded.tokenizer_digest, length), make)
         except NoRoom as error:
             left_out.append(Misfit(task, length, error.needed))
             continue

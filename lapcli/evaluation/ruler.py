@@ -21,6 +21,7 @@ from lapcli.errors import ModelError
 from lapcli.evaluation.counting import WordCounter
 from lapcli.evaluation.decoding import Writing, stop_tokens, write_greedily
 from lapcli.evaluation.estimates import accuracy, mean
+from lapcli.evaluation.made import Made
 from lapcli.evaluation.misfit import Misfit, say
 from lapcli.evaluation.results import Score
 from lapcli.evaluation.ruler_texts import RULER_TASKS, Material, RulerTask, RulerText
@@ -260,6 +261,7 @@ def measure_ruler(
     *,
     batch_size: int | None,
     reporter: Reporter,
+    made: Made | None = None,
 ) -> list[Score]:
     """The share of answers that the model gives, for each length that has room for the task.
 
@@ -271,6 +273,7 @@ def measure_ruler(
             the default ones are taken.
         batch_size: rows per pass, `None` for automatic.
         reporter: progress goes here.
+        made: keeps prompts for other models, of the same settings and material.
 
     Returns:
         One score a length. Those of a task that another length had no room for say so in their notes.
@@ -284,10 +287,11 @@ def measure_ruler(
     scores: list[Score] = []
     left_out: list[Misfit] = []
     for length in dict.fromkeys(settings.ruler_lengths or DEFAULT_RULER_LENGTHS):
-        prompts = make_prompts(
-            name, material, tokenizer,
+        make = partial(
+            make_prompts, name, material, tokenizer,
             length=length, samples=samples, seed=settings.seed, start=start, counter=loaded.words,
         )  # fmt: skip
+        prompts = make() if made is None else made.prompts((name, loaded.tokenizer_digest, length), make)
         if isinstance(prompts, Misfit):
             left_out.append(prompts)
             continue

@@ -17,6 +17,7 @@ from lapcli.evaluation.groups import group_scores
 from lapcli.evaluation.harness import check_names, check_packages, lies_here, load_task, measure_harness, no_copy
 from lapcli.evaluation.lengths import Asked, look_at_lengths, resolve_max_length, resolve_ruler_lengths
 from lapcli.evaluation.local_data import LOCAL_TASKS, read_documents
+from lapcli.evaluation.made import Made
 from lapcli.evaluation.names import check_spelling
 from lapcli.evaluation.niah import measure_niah, noise_documents
 from lapcli.evaluation.perplexity import measure_perplexity
@@ -216,7 +217,10 @@ def evaluate(
         device=device, dtype=dtype, kernel=kernel, earlier=earlier, trust_remote_code=trust_remote_code,
         reporter=reporter,
     )  # fmt: skip
-    measures = {info.name: _prepare(info, settings, options, plan.max_length, reporter) for info in plan.to_measure()}
+    made = Made(wanted=sum(bool(plan.missing(label)) for label, _ in models) > 1)
+    measures = {
+        info.name: _prepare(info, settings, options, plan.max_length, reporter, made) for info in plan.to_measure()
+    }
     measured: list[ModelScores] = []
     for label, source in models:
         scores = dict(plan.known[label])
@@ -385,6 +389,7 @@ def _prepare(
     options: EvaluationOptions,
     max_length: int,
     reporter: Reporter,
+    made: Made | None = None,
 ) -> Measure:
     batch_size = options.batch_size
     if info.kind == "harness":
@@ -398,12 +403,13 @@ def _prepare(
         haystack = noise_documents() if noise else _documents(settings.niah_haystack)
         joiner = "\n" if noise else " "
         return lambda loaded: measure_niah(
-            haystack, loaded, settings, batch_size=batch_size, reporter=reporter, task=info.name, joiner=joiner
-        )
+            haystack, loaded, settings,
+            batch_size=batch_size, reporter=reporter, task=info.name, joiner=joiner, made=made,
+        )  # fmt: skip
     if info.kind == "ruler":
         material = _material(settings)
         return lambda loaded: measure_ruler(
-            info.name, material, loaded, settings, batch_size=batch_size, reporter=reporter
+            info.name, material, loaded, settings, batch_size=batch_size, reporter=reporter, made=made
         )
     path = info.name.removeprefix(TEXT_PREFIX) if info.name.startswith(TEXT_PREFIX) else None
     documents = _documents(path)

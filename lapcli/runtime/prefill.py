@@ -72,7 +72,8 @@ class OwnPrefiller:
         device, lengths = self.model.device, [len(prompt) for prompt in prompts]
         longest = max(lengths)
         if min(lengths) == longest:
-            return self.forward(torch.tensor([list(prompt) for prompt in prompts], device=device), cache, 0)
+            tokens = torch.tensor([list(prompt) for prompt in prompts], device=device)
+            return self.model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
         ends = sorted({length - 1 for length in lengths})
         hidden = self.model.model(
