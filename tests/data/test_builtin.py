@@ -1,5 +1,6 @@
 """The builtin corpus: what is in it, how it is split, and that collecting it runs nobody's code."""
 
+import gc
 import subprocess
 import sys
 import textwrap
@@ -83,6 +84,34 @@ def test_names_and_reach_on_a_library_of_known_content(library: Path):
     corpus = builtin._load(str(library))
     names = sorted(document.name for document in (*corpus.train, *corpus.heldout))
     assert names == ["mod.A", "mod.A.f.g", "mod.twice", "mod.twice#2", "pkg"]
+
+
+def test_folders_that_are_skipped_are_not_looked_into(library: Path):
+    """Packages that were installed are many times the library."""
+    (library / "site-packages" / "deep").mkdir(parents=True)
+    (library / "site-packages" / "deep" / "mod.py").write_text(f"TEXT = {'word ' * 50!r}")
+    found = sorted(str(path.relative_to(library)) for path in builtin._sources(library))
+    assert found == ["mod.py", "pkg/__init__.py"]
+
+
+def test_the_collector_is_left_as_it_was(library: Path):
+    assert gc.isenabled()
+    builtin._split.__wrapped__(str(library))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        builtin._split.__wrapped__(str(library))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    (library / "broken.py").write_text("def :")
+    with pytest.raises(SyntaxError):
+        builtin._split.__wrapped__(str(library))
+    assert gc.isenabled()
+
+
+def test_the_held_out_part_alone_is_that_of_the_corpus():
+    assert tuple(builtin.heldout_builtin_text()) == builtin.load_builtin().heldout
 
 
 def test_no_sources_is_an_error(tmp_path: Path):

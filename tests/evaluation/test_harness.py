@@ -329,6 +329,43 @@ def test_accuracies_golden(tiny_folder, tmp_path):
     assert scores["acc"].estimate.value == 0
 
 
+def test_documents_and_templates_are_made_once(tiny, tmp_path, monkeypatch):
+    """Whatever lm-eval does with them, for two models; and it is as it was afterwards."""
+    import lm_eval.utils
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    records = [
+        {"query": f"Baking: He eats. He bakes {n}", "choices": ["a b", "c", "de", "f g h"], "gold": n % 4}
+        for n in range(3)
+    ]
+    folder = questions(tmp_path, "hellaswag_val.jsonl", records)
+    splits = [getattr(ConfigurableTask, name) for name in harness._SPLITS]
+    wanted = measure(load_task("hellaswag", "hellaswag", folder), tiny)
+    mapped, compiled, encoded = [], [], []
+    change, build, encode = Dataset.map, type(lm_eval.utils.env).compile, tiny.tokenizer_copy.encode
+    monkeypatch.setattr(Dataset, "map", lambda self, *args, **more: mapped.append(1) or change(self, *args, **more))
+    monkeypatch.setattr(
+        type(lm_eval.utils.env),
+        "compile",
+        lambda self, source, *args, **more: compiled.append(source) or build(self, source, *args, **more),
+    )
+    monkeypatch.setattr(
+        tiny.tokenizer_copy, "encode", lambda text, **more: encoded.append(text) or encode(text, **more)
+    )
+    task = load_task("hellaswag", "hellaswag", folder)
+    for _ in range(2):
+        encoded.clear()
+        assert measure(task, tiny) == wanted
+    assert len(mapped) == 1
+    assert len(compiled) <= 3 * len(set(compiled))  # in loading, and once for each model
+    assert len(compiled) < 3 * len(records)
+    # A question and its four ends, each with the question before it.
+    assert len(encoded) == 5 * len(records)
+    assert "from_string" not in vars(lm_eval.utils.env)
+    assert [getattr(ConfigurableTask, name) for name in harness._SPLITS] == splits
+
+
 def test_contains_golden(tmp_path):
     (task,) = squad(tmp_path, ["a"]).loaded["tasks"].values()
     document = {"text": "Which?", "value": "Blue Nile"}

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lapcli.errors import ModelError
+from lapcli.evaluation import scoring
 from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.reporting import SilentReporter
@@ -68,6 +69,46 @@ def test_padding_changes_nothing_in_recurrent_models(tmp_path, model_type):
     assert [answer.log_probability for answer in together] == pytest.approx(
         [answer.log_probability for answer in alone], rel=1e-5, abs=1e-4
     )
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Batches are looked at as on a GPU: all rows together, some logits at a time."""
+    begin = scoring._Runner.__init__
+
+    def on_a_gpu(self, *args):
+        begin(self, *args)
+        self._on_cpu = False
+
+    monkeypatch.setattr(scoring._Runner, "__init__", on_a_gpu)
+
+
+@pytest.mark.parametrize("logits", [1, 259 * 7, 1 << 28], ids=["a token at a time", "seven", "all"])
+def test_rows_looked_at_together_are_those_one_by_one(tiny, monkeypatch, at_once, logits):
+    requests = some_requests(12, seed=3)
+    # Two that are greedy, so that both answers come.
+    for number in (2, 7):
+        tokens = list(requests[number].tokens)
+        with torch.no_grad():
+            tokens += [int(tiny.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax())]
+        requests[number] = Request(tokens, 1)
+    monkeypatch.setattr(scoring, "_MAX_LOGITS", logits)
+    with torch.no_grad():
+        wanted = [by_the_definition(tiny, request) for request in requests]
+    found = run(tiny, requests, 5)
+    assert [answer.log_probability for answer in found] == pytest.approx([total for total, _ in wanted], abs=1e-4)
+    assert [answer.greedy for answer in found] == [greedy for _, greedy in wanted]
+    assert {True, False} == {answer.greedy for answer in found}
+
+
+def test_one_row_without_numbers_is_an_error_among_others(model_of_logits, at_once):
+    def logits(ids):
+        found = torch.zeros(*ids.shape, 259)
+        found[1, -1, 5] = math.nan
+        return found
+
+    with pytest.raises(ModelError, match="made up gives logits that are not numbers"):
+        run(model_of_logits(logits), [Request([1, 2, 3], 1)] * 3)
 
 
 def test_uniform_logits_cost_the_log_of_the_vocabulary(uniform):

@@ -110,6 +110,17 @@ def test_logits_are_those_of_the_exported_models(made, name, way):
     check([None], 2, [2])
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_of_unlike_lengths_in_one_pass_are_of_the_first_configuration(made, name):
+    root, models = made(name)
+    engine = Engine.load(root, max_rows=4, max_length=64)
+    # What the model was left as is another one.
+    engine.prefill(prompts_of(5)[0], configuration=engine.configurations[-1].name)
+    rows = prompts_of(1, 7, 19, high=250)
+    for row, found in zip(rows, engine.prefill_together(rows), strict=True):
+        assert distance(found.logits, full_logits(models[0], row)) < FP32
+
+
 def test_weights_are_there_once(made):
     root, models = made("llama")
     nbytes = Engine.load(root, max_length=64).nbytes()
