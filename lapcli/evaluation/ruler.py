@@ -1,8 +1,8 @@
 """RULER's tasks (`ruler_texts`), filled up to a length in tokens, written by the model, scored by RULER's metric.
 
 A prompt and the tokens that are written after it never exceed the length. How much haystack fits is found by bisection.
-Sizes that are clear from the tokens of their words are not tokenised (`counting`); what is returned was, and was seen to
-fit, and the search ends whatever the tokenizer does. What a prompt states is looked for in the *decoded* prompt.
+Sizes that are clear from the tokens of their words are not tokenised (`counting`); what is returned was, and was seen
+to fit, and the search ends whatever the tokenizer does. What a prompt states is looked for in the *decoded* prompt.
 
 The score of a prompt is the share of its answers that the text written after it contains, upper and lower case being
 the same (RULER's "string match all"). More text cannot lose an answer that is there, so that a row ends as soon as it
