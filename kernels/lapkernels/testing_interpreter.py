@@ -40,7 +40,6 @@ def _true_masks(builder: Any) -> None:
     A comparison of scalars keeps the type of what was compared, and so does a block that it is spread over. Triton 3.9
     refuses to read memory by such a mask, earlier ones took it.
     """
-
     import numpy as np
 
     def of_truths(member: Any, place: int) -> Any:
