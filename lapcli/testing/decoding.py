@@ -27,6 +27,15 @@ def full_logits(model: Any, tokens: Sequence[int], last: int | None = None) -> T
     return logits[-1] if last is None else logits[-last:]
 
 
+def greedy_by_whole_passes(model: Any, prompt: Sequence[int], limit: int) -> list[int]:
+    """So many most probable tokens after a prompt, one whole pass without a cache for each."""
+    tokens = list(prompt)
+    for _ in range(limit):
+        with torch.no_grad():
+            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 def distance(found: Tensor, wanted: Tensor) -> float:
     """The largest difference over the largest value; infinite where anything is not finite."""
     if not bool(found.isfinite().all()):

@@ -3,6 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lapcli.data.builtin import heldout_builtin_text
+from lapcli.evaluation.ruler_texts import Material
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.families.loading import load_model, load_tokenizer, resolve_model
 from lapcli.testing.models import byte_tokenizer, tiny_gated_deltanet
@@ -17,6 +19,16 @@ def tiny_folder(tmp_path_factory):
 def tiny(tiny_folder):
     source = resolve_model(str(tiny_folder))
     return LoadedModel(model=load_model(source), tokenizer=load_tokenizer(source), name="tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(resolve_model("demo:gdn"))
+
+
+@pytest.fixture(scope="module")
+def material():
+    return Material(heldout_builtin_text())
 
 
 class ModelOfLogits:

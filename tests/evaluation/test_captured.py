@@ -13,6 +13,7 @@ from lapcli.evaluation.decoding import Writing, write_greedily
 from lapcli.evaluation.scoring import LoadedModel
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.reporting import SilentReporter
+from lapcli.testing.decoding import greedy_by_whole_passes
 from lapcli.testing.dual_state import converted_source, tiny_source
 from lapcli.testing.models import byte_tokenizer, tiny_gated_deltanet
 from lapcli.testing.stock_models import tiny_stock_model
@@ -69,15 +70,6 @@ def write(loaded, writings, stop=(), batch_size=None, reporter=None):
     )
 
 
-def by_the_definition(model, prompt, limit):
-    """The most probable token, one whole pass without a cache for each."""
-    tokens = list(prompt)
-    for _ in range(limit):
-        with torch.no_grad():
-            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
 def writer_of(loaded):
     assert loaded.writer is not None
     return loaded.writer
@@ -104,7 +96,7 @@ def test_it_writes_what_the_models_own_generation_writes(pair):
 def test_it_writes_what_whole_passes_say(pair):
     plain, loaded = pair
     prompts = prompts_of((2, 40, 9))
-    wanted = [by_the_definition(plain.model, prompt, 18) for prompt in prompts]
+    wanted = [greedy_by_whole_passes(plain.model, prompt, 18) for prompt in prompts]
     assert write(loaded, [Writing(prompt, 18) for prompt in prompts]) == wanted
 
 

@@ -8,19 +8,8 @@ from lapcli.data.builtin import heldout_builtin_text
 from lapcli.evaluation import counting
 from lapcli.evaluation.counting import WordCounter
 from lapcli.evaluation.ruler import Misfit, make_prompts
-from lapcli.evaluation.ruler_texts import RULER_TASKS, Material
-from lapcli.families.loading import load_tokenizer, resolve_model
+from lapcli.evaluation.ruler_texts import RULER_TASKS
 from lapcli.testing.models import byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(resolve_model("demo:gdn"))
-
-
-@pytest.fixture(scope="module")
-def material():
-    return Material(heldout_builtin_text())
 
 
 class Told:

@@ -11,6 +11,7 @@ from lapcli.evaluation.decoding import Writing, stop_tokens, write_greedily
 from lapcli.evaluation.scoring import LoadedModel, Request, score
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.reporting import SilentReporter
+from lapcli.testing.decoding import greedy_by_whole_passes
 from lapcli.testing.models import byte_tokenizer
 from lapcli.testing.stock_models import tiny_stock_model
 
@@ -46,15 +47,6 @@ def passes(model):
         hook.remove()
 
 
-def by_the_definition(model, prompt, limit):
-    """The most probable token, one whole pass without a cache for each."""
-    tokens = list(prompt)
-    for _ in range(limit):
-        with torch.no_grad():
-            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
 @pytest.fixture(
     scope="module", params=["gated_deltanet", "mamba2", "qwen3_next", "nemotron_h", "olmo_hybrid", "zamba2"]
 )
@@ -67,7 +59,7 @@ def writer(request, tiny, tmp_path_factory):
 
 def test_a_batch_of_unlike_lengths_writes_what_single_rows_write(writer):
     prompts = some_prompts()
-    wanted = [by_the_definition(writer.model, prompt, 6) for prompt in prompts]
+    wanted = [greedy_by_whole_passes(writer.model, prompt, 6) for prompt in prompts]
     assert write(writer, prompts, batch_size=6) == wanted
     assert write(writer, prompts, batch_size=1) == wanted
 

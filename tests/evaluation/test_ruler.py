@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from lapcli.data.builtin import heldout_builtin_text
 from lapcli.data.documents import Document
 from lapcli.errors import DataError, ModelError, UsageError
 from lapcli.evaluation import ruler
@@ -23,7 +22,7 @@ from lapcli.evaluation.ruler_texts import RULER_TASKS, Material
 from lapcli.evaluation.run import evaluate, evaluate_model, plan_evaluation
 from lapcli.evaluation.settings import EvaluationOptions, EvaluationSettings
 from lapcli.evaluation.tasks import TASKS, expand, parse_tasks
-from lapcli.families.loading import load_tokenizer, resolve_model
+from lapcli.families.loading import resolve_model
 from lapcli.reporting import SilentReporter
 from lapcli.testing.models import byte_tokenizer
 
@@ -32,16 +31,6 @@ UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 WRITTEN = {"ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}  # the rest write 128 tokens
 NEEDLES = [name for name in RULER_TASKS if name.startswith("niah")]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(resolve_model("demo:gdn"))
-
-
-@pytest.fixture(scope="module")
-def material():
-    return Material(heldout_builtin_text())
 
 
 def prompts_of(name, material, tokenizer, length=2048, samples=3, seed=0, start=None):

@@ -12,7 +12,7 @@ from lapcli.linearising import captured as subject
 from lapcli.linearising.captured import Capturing, disagreement, gradients_of
 from lapcli.linearising.objective import LayerObjective
 from lapcli.linearising.settings import DistillationSettings
-from lapcli.testing.dual_state import converted, tiny_pair, tiny_teacher
+from lapcli.testing.dual_state import converted, recorded, tiny_pair, tiny_teacher
 from lapcli.testing.oracle import relative_error
 from lapcli.training.distillation import Sums, total
 from lapcli.training.packing import PackedBatch
@@ -38,17 +38,6 @@ def batch_of(number, rows=2, time=T, vocabulary=60):
 # The loss is divided by a step's tokens before the way back or after it, and the library's norms round to fp32.
 ROUNDED = 100 * 2**-24
 BATCHES = [batch_of(number) for number in range(5)]
-
-
-def record(call, _device):
-    """What a CUDA graph is, without CUDA: the call again, its results where they were the first time."""
-    found = [each.clone() for each in call()]
-
-    def replay():
-        for place, value in zip(found, call(), strict=True):
-            place.copy_(value)
-
-    return replay, found
 
 
 def objective(pair, capturing=None, **options):
@@ -88,7 +77,7 @@ def train(pair, step, batches=BATCHES, rate=0.02):
 @pytest.mark.parametrize("variant", [{}, {"window": 7, "sinks": 2}], ids=["states", "window"])
 def test_steps_from_a_graph_are_the_steps(variant):
     """Over batches with boundaries of their own, while the parameters change."""
-    with Capturing(record) as capturing:
+    with Capturing(recorded) as capturing:
         pair = tiny_pair(before=(2,), **variant)
         found = train(pair, objective(pair, capturing))
         assert capturing.failure is None
@@ -104,7 +93,7 @@ def test_steps_from_a_graph_are_the_steps(variant):
 
 def test_validation_comes_from_the_graph_once_there_is_one():
     pair = tiny_pair()
-    with Capturing(record) as capturing:
+    with Capturing(recorded) as capturing:
         step = objective(pair, capturing)
         with torch.no_grad():
             assert capturing.sums(step, BATCHES[0]) is None
@@ -200,7 +189,7 @@ def test_what_cannot_be_captured_runs_without(error, said):
 
 def test_parameters_that_moved_are_not_read_where_they_were():
     pair = tiny_pair()
-    with Capturing(record) as capturing:
+    with Capturing(recorded) as capturing:
         step = objective(pair, capturing)
         step(BATCHES[0])
         gate = pair[0].model.layers[1].self_attn.forget_proj

@@ -22,7 +22,7 @@ from lapcli.reporting import SilentReporter
 from lapcli.runtime import Engine
 from lapcli.stages import linearising
 from lapcli.stages.linearising import export_prefix, linearise_into, number_of, plan_linearising
-from lapcli.testing.dual_state import tiny_source
+from lapcli.testing.dual_state import recorded, tiny_source
 from lapcli.testing.oracle import relative_error
 from lapcli.training import distributed, engine
 
@@ -367,22 +367,11 @@ def test_layers_in_fp32_are_trained_among_layers_in_bf16(source, text, tmp_path,
     assert bool(model(IDS).logits.isfinite().all())
 
 
-def record(call, _device):
-    """What a CUDA graph is, without CUDA."""
-    found = [each.clone() for each in call()]
-
-    def replay():
-        for place, value in zip(found, call(), strict=True):
-            place.copy_(value)
-
-    return replay, found
-
-
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Documents by ranks, and steps as graphs."""
     monkeypatch.setattr(chain, "_ranks_pay", lambda device: True)
-    monkeypatch.setattr(captured, "record_cuda_graph", record)
+    monkeypatch.setattr(captured, "record_cuda_graph", recorded)
 
 
 class Told(SilentReporter):
