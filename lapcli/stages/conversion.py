@@ -28,7 +28,7 @@ from lapcli.families.registry import family_for
 from lapcli.families.source import INDEX_FILE, ModelSource, copy_companions, lost_companions, refuse_quantised
 from lapcli.families.source import resolve_model as resolve
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_stale, sliced_lineage
+from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_stale, sliced_lineage, stage_before
 
 LAMB_BIAS = 0.9
 """The paper's; what a feedback that has a gain begins with."""
@@ -191,7 +191,7 @@ def conversion_lineage(source: ModelSource, settings: QDeltaSettings) -> Lineage
         model=source.describe(),
         family="qdelta",
         settings={"stage": "conversion", "to": "qdelta", **asdict(settings)},
-        parents={},
+        parents=stage_before(source.path),
     )
 
 

@@ -112,15 +112,33 @@ def sliced_lineage(folder: Path) -> Lineage | None:
     return read_document(path, "model") if path.is_file() else None
 
 
+def stage_before(folder: Path) -> dict[str, str]:
+    """The stage that made a model directory, with its identity, for the parents of what is made of it; else empty.
+
+    Raises:
+        ArtifactError: as `sliced_lineage`.
+    """
+    before = sliced_lineage(folder)
+    return {} if before is None else {str(before.settings.get("stage", before.kind)): before.identity()}
+
+
 def cut_from(folder: Path) -> Lineage | None:
-    """The lineage of a model directory whose states were cut, as far as the lineage tells; `None` for others.
+    """The lineage of the slice that a model directory holds, or was made from by conversion or recovery, as far as
+    lineages tell; `None` for others.
 
     Raises:
         ArtifactError: as `sliced_lineage`.
     """
     found = sliced_lineage(folder)
-    # What was trained, or what became of a Transformer's attention, has states of their whole width.
-    return None if found is None or found.settings.get("stage") in ("training", "linearising") else found
+    while found is not None and (stage := found.settings.get("stage")) != "slicing":
+        # What was trained, or what became of a Transformer's attention, has states of their whole width.
+        if stage in ("training", "linearising"):
+            return None
+        origin = Path(str(found.model.get("name")))
+        if not origin.is_dir():
+            return found if "slicing" in found.parents else None
+        found = sliced_lineage(origin)
+    return found
 
 
 def altered(source: ModelSource) -> bool:

@@ -22,7 +22,7 @@ from lapcli.families.loading import skeleton
 from lapcli.families.registry import family_for
 from lapcli.families.source import INDEX_FILE, ModelSource, companions, copy_companions, refuse_quantised, resolve_model
 from lapcli.reporting import Reporter, SilentReporter
-from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_other_model, sliced_lineage
+from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_other_model, stage_before
 from lapcli.training.adapters import FULL_FILE, LORA_FILE, read_adapter
 from lapcli.training.card import AS_BEFORE
 
@@ -139,16 +139,12 @@ def merged_lineage(source: ModelSource, adapter: Path, of: Lineage, digest: str)
         of: its lineage.
         digest: of the merged model.
     """
-    parents = {"adapter": _digest(adapter)}
-    before = sliced_lineage(source.path)
-    if before is not None:
-        parents[str(before.settings.get("stage", before.kind))] = before.identity()
     return Lineage(
         kind="model",
         model=source.describe(),
         family=family_for(source.config).name,
         settings={"stage": "recovery", **of.settings},
-        parents=parents,
+        parents={"adapter": _digest(adapter), **stage_before(source.path)},
         record={"trained": of.record.get("trained"), OWN_DIGEST: digest},
     )
 

@@ -1,9 +1,10 @@
 """What `look` measured as a picture: a panel a layer, and the mixtures of all layers."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from studies.lines import read_lines
 
 from lapcli.artifacts import atomic_file
 
@@ -32,7 +33,13 @@ def draw(lines: Path, picture: Path, *, length: int) -> None:
         lines: JSON lines of `looking.look`, of two states a layer.
         picture: the SVG file.
         length: tokens of the windows that were looked at: where the last bin ends.
+
+    Raises:
+        SystemExit: nothing that `look` measured is there.
     """
+    layers = [line for line in read_lines(lines) if "edges" in line]
+    if not layers:
+        raise SystemExit(f"{lines}: no line of `look` is there; make it with: dsla_study.py look CONVERSION {lines}")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,7 +47,6 @@ def draw(lines: Path, picture: Path, *, length: int) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "lapcli", "svg.fonttype": "none"})
     import matplotlib.pyplot as plt
 
-    layers = [json.loads(line) for line in lines.read_text().splitlines()]
     rows = -(-(len(layers) + 1) // _COLUMNS)
     figure, grid = plt.subplots(rows, _COLUMNS, figsize=(9, 2.6 * rows), layout="constrained", squeeze=False)
     panels = list(grid.flatten())

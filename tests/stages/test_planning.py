@@ -11,7 +11,9 @@ from lapcli.artifacts import Lineage, encode_header, read_header, write_artifact
 from lapcli.errors import FamilyError, ModelError, UsageError
 from lapcli.families.registry import family_for
 from lapcli.families.source import resolve_model
+from lapcli.stages.conversion import QDeltaSettings, convert_into, plan_conversion
 from lapcli.stages.kernel_table import KERNELS, OPERATORS, Kernel, Widths, kernels_for
+from lapcli.stages.lineage import cut_from
 from lapcli.stages.planning import memory_bytes, plan_ratio, softmax_cache
 from lapcli.stages.planning_source import HubHeaders, headers_of
 from lapcli.stages.slicing import plan_slicing, slice_model
@@ -299,6 +301,21 @@ def test_a_pruned_model_tells_both_widths(model, tmp_path):
     plan = plan_ratio(resolve_model(str(tmp_path / "sliced")), ratio="0.5")
     assert plan.pruned_before == {"model": model.name, "key_width": 32}
     assert (plan.width.original, plan.width.width) == (16, 8)
+
+
+def test_a_converted_model_was_pruned_only_where_its_origin_was(tmp_path):
+    """Whole, pruned, and pruned but no longer there."""
+    model = resolve_model(str(tiny_gated_deltanet(tmp_path / "whole")))
+    slice_model(model, selection_of(model, 16, tmp_path), tmp_path / "sliced")
+    found = {}
+    for name in ("whole", "sliced"):
+        source = resolve_model(str(tmp_path / name))
+        convert_into(plan_conversion(source, QDeltaSettings()), tmp_path / f"{name}-q")
+        found[name] = plan_ratio(resolve_model(str(tmp_path / f"{name}-q")), ratio="0.5").pruned_before
+    assert found == {"whole": None, "sliced": {"model": model.name, "key_width": 32}}
+    (tmp_path / "sliced").rename(tmp_path / "moved")
+    assert cut_from(tmp_path / "sliced-q") is not None
+    assert cut_from(tmp_path / "whole-q") is None
 
 
 def test_a_tensor_that_the_family_declares_must_be_there(qwen_9b, tmp_path):
