@@ -137,6 +137,7 @@ class Machine:
         """
         from lapcli.families.dual_state import has_states, kernel_choice
         from lapcli.families.fla_library import refuse_where_fla_cannot_run
+        from lapcli.families.library_kernels import why_not_kernel
         from lapkernels.delta_rule import IMPLEMENTATIONS, select_impl, why_not
 
         device, dtype = self.first_device(), self.torch_dtype(config)
@@ -152,11 +153,9 @@ class Machine:
                 # A stock model: its library binds the kernels.
                 if self.require_fast and device.type == "cpu":
                     self.refuse_slow("PyTorch", "transformers' functions, on a CPU")
-                if self.kernel != "auto":
-                    raise ModelError(
-                        f"--kernel {self.kernel}: transformers, which runs this model, chooses its kernels itself",
-                        "use --kernel auto",
-                    )
+                wrong = why_not_kernel(self.kernel, config, device, dtype, needs_gradient=needs_gradient)
+                if wrong is not None:
+                    raise ModelError(f"--kernel {self.kernel} cannot run here: {wrong}", "use --kernel auto")
                 break
             shape: dict[str, Any] = {
                 "key_width": layer.key_width,
@@ -255,7 +254,7 @@ class Machine:
             reporter.notice(f"kernels: fla's, {where}")
             return
         found = kernels_of(model, device, needs_gradient=needs_gradient)
-        slow = sorted(name for name, package in found.items() if package == "PyTorch")
+        slow = sorted(name for name, package in found.items() if package in ("PyTorch", "reference", "chunked"))
         if self.require_fast and (slow or not found):
             raise ModelError(
                 f"--require-fast: transformers' PyTorch functions would run ({', '.join(slow) or 'all'})",
@@ -266,7 +265,8 @@ class Machine:
         if not packages:
             reporter.notice(f"kernels: transformers' PyTorch functions, {where}")
         else:
-            rest = f", PyTorch for {', '.join(slow)}" if slow else ""
+            plain = sorted(name for name, package in found.items() if package == "PyTorch")
+            rest = f", PyTorch for {', '.join(plain)}" if plain else ""
             reporter.notice(f"kernels: {', '.join(packages)} through transformers{rest}, {where}")
 
 

@@ -9,16 +9,19 @@ package is installed too, each binding lies in an `nn.Module` of its own. No fil
 """
 
 import functools
+import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lapcli.families.stand_ins import STAND_INS, stands_in
+from lapcli.errors import ModelError
+from lapcli.families.stand_ins import STAND_INS, stands_in, widths_of
+from lapkernels.delta_rule import why_not
 
 _BOUND_IN = "hub_kernels"
 _CHOICE = "_lapcli_choice"
@@ -34,6 +37,7 @@ class _Choice:
         package: whose function was bound, or `"PyTorch"`.
         without_gradient: whether it runs the package's function only where nothing asks for a gradient.
         stand_in: what goes first, and gives `None` for a call that it does not take; `None` for nothing.
+        kernel: the implementation that the stand-in runs on any device, or `auto`.
     """
 
     def __init__(self, fast: Callable[..., Any], function: Callable[..., Any], name: str):
@@ -43,12 +47,15 @@ class _Choice:
         self.package = _package(function)
         self.without_gradient = False
         self.stand_in = STAND_INS.get(self.name)
+        self.kernel = "auto"
 
     def function(self) -> Callable[..., Any]:
         """The function itself, with the PyTorch function's name and signature."""
 
         @functools.wraps(self.plain)
         def by_device(*args: Any, **kwargs: Any) -> Any:
+            if self.kernel != "auto":
+                return STAND_INS[self.name](*args, impl=self.kernel, **kwargs)
             tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
             if _runs_pytorch(tensors[0].device):
                 return self.plain(*args, **kwargs)
@@ -86,6 +93,74 @@ def let_lapkernels_stand_in(model: nn.Module, whether: bool) -> None:
         each.stand_in = STAND_INS.get(each.name) if whether else None
 
 
+def replaceable(config: Mapping[str, Any]) -> bool:
+    """Whether transformers' model of this config calls a function in whose place lapkernels have theirs."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    name = model_type_to_module_name(str(config.get("model_type")))
+    try:
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    except ModuleNotFoundError:
+        return False
+    for name, value in list(vars(module).items()):
+        function = _bound(value)
+        # As transformers bound it, or what `choose_by_device` put there.
+        choice = getattr(value, _CHOICE, None) or (function and _Choice(value, function, name))
+        if choice is not None and choice.name in STAND_INS:
+            return True
+    return False
+
+
+def why_not_kernel(
+    kernel: str,
+    config: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    needs_gradient: bool = False,
+) -> str | None:
+    """Why an implementation of the delta rule cannot run in transformers' model of this config; else `None`.
+
+    Args:
+        kernel: its name, or `auto`.
+        config: of the model.
+        device: where it will compute.
+        dtype: of the model.
+        needs_gradient: whether a backward pass will follow.
+    """
+    if kernel == "auto":
+        return None
+    if not replaceable(config):
+        return "transformers, which runs this model, chooses its kernels itself"
+    found = (
+        why_not(kernel, device, dtype, key_width=width, gated=True, needs_gradient=needs_gradient)
+        for width in sorted({width for width, _ in widths_of(config)})
+    )
+    return next((each for each in found if each is not None), None)
+
+
+def set_kernel(model: Any, kernel: str, device: torch.device) -> None:
+    """Let an implementation of the delta rule run in transformers' model, wherever its tensors lie.
+
+    Args:
+        model: as `choose_by_device` has left it. It holds for all models of the class; one that calls no such function
+            stays as it is.
+        kernel: a name of `lapkernels.delta_rule`'s, or `auto`.
+        device: where the model will compute.
+
+    Raises:
+        ModelError: it cannot run there.
+    """
+    found = [each for each in _chosen(model) if each.name in STAND_INS]
+    if not found:
+        return
+    wrong = why_not_kernel(kernel, model.config.to_dict(), device, next(model.parameters()).dtype)
+    if wrong is not None:
+        raise ModelError(f"--kernel {kernel} cannot run here: {wrong}", "use --kernel auto")
+    for each in found:
+        each.kernel = kernel
+
+
 def differentiate_without(model: nn.Module, package: str) -> tuple[str, ...]:
     """Let PyTorch's functions run in the place of a package's where a gradient is needed, on a GPU too.
 
@@ -114,19 +189,21 @@ def kernels_of(model: nn.Module, device: torch.device | None = None, *, needs_gr
         needs_gradient: whether a backward pass will follow, as far as it changes what lapkernels do.
 
     Returns:
-        A package's name, `"lapkernels"` or `"PyTorch"`, by the package's names of the functions.
+        A package's name, `"lapkernels"`, `"PyTorch"`, or the implementation that was asked for, by the package's names
+        of the functions.
     """
+    asked = {each.name: each.kernel for each in _chosen(model) if each.kernel != "auto"}
     places = {parameter.device.type: parameter.device for parameter in model.parameters()}
     devices = [device] if device is not None else list(places.values())
     fast = next((each for each in devices if not _runs_pytorch(each)), None)
     if fast is None:
-        return {each.name: "PyTorch" for each in _chosen(model)}
+        return {each.name: "PyTorch" for each in _chosen(model)} | asked
 
     def runs(each: _Choice) -> str:
         first = each.stand_in is not None and stands_in(each.name, model, fast, needs_gradient=needs_gradient)
         return "lapkernels" if first else each.package
 
-    return {each.name: runs(each) for each in _chosen(model)}
+    return {each.name: runs(each) for each in _chosen(model)} | asked
 
 
 def _runs_pytorch(device: torch.device) -> bool:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lapcli.errors import ModelError
+from lapcli.families import library_kernels
 from lapcli.families.dual_state import has_states, set_kernel
 from lapcli.families.fla_library import needs_fla, refuse_where_fla_cannot_run, register_fla
-from lapcli.families.library_kernels import choose_by_device
 from lapcli.families.registry import find_family
 from lapcli.families.source import (
     DEFAULT_MODEL,
@@ -211,8 +211,9 @@ def load_model(
         source: the resolved model.
         device: where it will compute; with `split`, where tokens will go.
         dtype: of the weights.
-        kernel: which implementation of the delta rule runs (`lapkernels.delta_rule`), for lapcli's own models, or of
-            gated states (`lapkernels.dual_state`), for converted ones.
+        kernel: which implementation of the delta rule runs (`lapkernels.delta_rule`), for lapcli's own models and
+            those of transformers that call it as a function, or of gated states (`lapkernels.dual_state`), for
+            converted ones.
         trust_remote_code: whether code in the model's directory may run; it does where transformers does not know the
             model's type, and where it is a slice's that lapcli's own differs from.
         split: whether to spread it, layer by layer, over all GPUs, then memory, then a temporary folder on disk. Layers
@@ -272,12 +273,14 @@ def load_model(
         # It would say that accelerate has spread the model.
         vars(model).pop("hf_device_map", None)
     model = (model.to(device) if weights == "on device" and not split else model).eval()
-    choose_by_device(model)
+    library_kernels.choose_by_device(model)
     if own is not None:
         # Whether a kernel can run depends on the device.
         model.set_kernel(kernel, torch.device(device))
     elif packaged is not None and has_states(source.config):
         set_kernel(model, kernel, torch.device(device))
+    else:
+        library_kernels.set_kernel(model, kernel, torch.device(device))
     return model
 
 

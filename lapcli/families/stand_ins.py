@@ -5,13 +5,14 @@ transformers' Qwen3-Next, Qwen3.5, OLMo-Hybrid and Lara-Mini run prompts and tra
 and slow at the widths that pruning leaves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapkernels.delta_rule import delta_rule, select_impl
+from lapkernels.errors import InvalidInput
 
 _OTHERWISE = frozenset(
     {"A_log", "dt_bias", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
@@ -35,9 +36,10 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
+    impl: str = "auto",
     **others: Any,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The library's function of this name by `delta_rule`'s Triton kernels, or `None` where that is not the choice.
+    """The library's function of this name by `delta_rule`: its Triton kernels, or `None` where they are not the choice.
 
     Args:
         query: `[B, T, H, K]`.
@@ -51,20 +53,30 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: whether query and key get unit length.
         scale: factor on query; `None` for `K ** -0.5`.
         cu_seqlens: boundaries of packed sequences.
+        impl: of `delta_rule`, where one was asked for by name; it runs whatever the choice would be.
         others: passed over, as the library does, but for those that mean another function.
 
     Returns:
         The output `[B, T, HV, V]` and the state, in fp32, or `None` in its place; or `None` for both.
+
+    Raises:
+        InvalidInput: an argument means another function, and `impl` was asked for by name.
     """
-    if torch.compiler.is_compiling() or _OTHERWISE & others.keys():
+    if other := _OTHERWISE & others.keys():
+        if impl != "auto":
+            raise InvalidInput(f"the {impl} kernel does not take {', '.join(sorted(other))}")
         return None
-    given = (query, key, value, g, beta, initial_state)
-    gradient = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
-    if not _is_the_choice(query.device, query.dtype, query.shape[-1], value.shape[-1], query.shape[1], gradient):
-        return None
+    if impl == "auto":
+        if torch.compiler.is_compiling():
+            return None
+        given = (query, key, value, g, beta, initial_state)
+        gradient = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
+        if not _is_the_choice(query.device, query.dtype, query.shape[-1], value.shape[-1], query.shape[1], gradient):
+            return None
+        impl = "triton"
     return delta_rule(
         query, key, value, beta, g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, impl="triton",
+        cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, impl=impl,
     )  # fmt: skip
 
 
@@ -91,13 +103,17 @@ def stands_in(name: str, model: Any, device: torch.device, *, needs_gradient: bo
         device: where it computes.
         needs_gradient: whether a backward pass will follow.
     """
+    widths = widths_of(model.config.to_dict()) if name in STAND_INS else set()
+    return bool(widths) and all(
+        _is_the_choice(device, model.dtype, key, value, LONG, needs_gradient) for key, value in widths
+    )
+
+
+def widths_of(config: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """K and V of the stateful layers of a model of this config; none where no family knows it."""
     # Here, since families come from there.
     from lapcli.families.registry import find_family
 
-    if name not in STAND_INS:
-        return False
-    config = model.config.to_dict()
     family = find_family(config)
     layers = () if family is None else family.layers(config)
-    widths = {(layer.key_width, layer.value_width) for layer in layers}
-    return bool(widths) and all(_is_the_choice(device, model.dtype, *each, LONG, needs_gradient) for each in widths)
+    return {(layer.key_width, layer.value_width) for layer in layers}

@@ -4,18 +4,22 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lapcli.errors import ModelError
 from lapcli.families import stand_ins
 from lapcli.families.library_kernels import kernels_of, let_lapkernels_stand_in
 from lapcli.families.loading import load_model, resolve_model
+from lapcli.families.registry import family_for
 from lapcli.machine import Machine
 from lapcli.reporting import SilentReporter
 from lapcli.testing.stock_models import tiny_stock_model
 from lapkernels.delta_rule.api import Choice
+from lapkernels.errors import InvalidInput
 
 CUDA = torch.device("cuda")
 
@@ -130,3 +134,40 @@ def test_it_is_said_and_can_be_left_out(chosen, tmp_path):
         let_lapkernels_stand_in(model, True)
     chosen("fla")
     assert kernels_of(model, CUDA)["chunk_gated_delta_rule"] != "lapkernels"
+
+
+def test_a_kernel_asked_for_by_name_runs_wherever_the_tensors_are(tmp_path, monkeypatch):
+    """Also on a CPU, until a model of the class is loaded without a name; what cannot run is refused by name."""
+    source, ran = resolve_model(str(tiny_stock_model("qwen3_5", tmp_path / "m"))), []
+    kernel = stand_ins.delta_rule
+    monkeypatch.setattr(stand_ins, "delta_rule", lambda *a, **k: ran.append(k["impl"]) or kernel(*a, **k))
+    tokens, found = torch.arange(3, 80)[None], {}
+    for name in ("reference", "chunked", "auto"):
+        model, reporter = load_model(source, kernel=name), SilentReporter()
+        Machine("cpu", kernel=name).announce(model, reporter)
+        assert (name in reporter.notices[0]) == (name != "auto")
+        with torch.no_grad():
+            found[name] = model(tokens).logits
+    assert set(ran) == {"reference", "chunked"}
+    for name in ("reference", "chunked"):
+        # fp32 sums in another order.
+        assert float((found[name] - found["auto"]).abs().max()) <= 1e-4 * float(found["auto"].abs().max())
+    with pytest.raises(ModelError, match="--kernel triton cannot run here: triton kernels need a GPU"):
+        load_model(source, kernel="triton")
+    with pytest.raises(InvalidInput, match="the reference kernel does not take head_first"):
+        call(head_first=True, impl="reference")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernel", "why"),
+    [
+        ("qwen3_5", "chunked", None),
+        ("qwen3_5", "triton", "triton kernels need a GPU"),
+        ("mamba2", "chunked", "chooses its kernels itself"),
+    ],
+)
+def test_a_kernel_is_refused_before_any_work(model_type, kernel, why, tmp_path):
+    source = resolve_model(str(tiny_stock_model(model_type, tmp_path / "m")))
+    layers = family_for(source.config).layers(source.config)
+    with nullcontext() if why is None else pytest.raises(ModelError, match=why):
+        Machine("cpu", kernel=kernel).check(source.config, layers)
