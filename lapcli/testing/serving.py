@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -91,6 +93,22 @@ class LocalServer:
         while (found := self.metric(line)) != value:
             assert time.monotonic() < until, f"{line} is {found}, not {value}"
             time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[int]:
+        """Let the engine stand still while the block lasts, so that all that is sent meets there.
+
+        Yields:
+            Its process, which may be killed meanwhile.
+        """
+        pid = self.running.supervisor.pid
+        assert pid is not None, "there is no engine"
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield pid
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 class OpenStream:

@@ -49,8 +49,9 @@ def test_requests_begin_as_their_length_asks_for(scripted, capfd):
 def test_pressure_converts_running_requests_and_its_end_brings_them_back(scripted, capfd):
     """Six long requests take more than there is; one is left in the end."""
     with scripted(rows=8, pace=0.02, memory=1000, policy=Adaptive(CAPS)) as server, ThreadPoolExecutor(8) as pool:
-        lasting = pool.submit(server.send, PATH, asking(62, 38))
-        server.wait_for("lapcli_active", 1)
+        with server.held():
+            lasting = pool.submit(server.send, PATH, asking(62, 38))
+            server.wait_for("lapcli_active", 1)
         crowd = [pool.submit(server.send, PATH, asking(60, 10, token)) for token in (11, 12, 13, 14, 15, 16)]
         for token, each in zip((11, 12, 13, 14, 15, 16), crowd, strict=True):
             assert each.result().document["choices"][0]["text"] == f"{token} " * 10
@@ -93,17 +94,19 @@ def test_the_quality_limit_holds_under_pressure(scripted, capfd):
 def test_what_waits_for_memory_waits_in_the_queue(scripted):
     """Rows enough, and memory for one: the second is sent when the first has left room, and decided on only then."""
     with scripted(rows=8, pace=0.02, memory=150, policy=Adaptive(CAPS, 0.02)) as server, ThreadPoolExecutor(8) as pool:
-        crowd = [pool.submit(server.send, PATH, asking(60, 20)) for _ in range(4)]
-        server.wait_for("lapcli_waiting", 2)
-        assert server.metric("lapcli_active") == 2
+        with server.held():
+            crowd = [pool.submit(server.send, PATH, asking(60, 20)) for _ in range(4)]
+            server.wait_for("lapcli_waiting", 2)
+            assert server.metric("lapcli_active") == 2
         assert [each.result().status for each in crowd] == [200] * 4
 
 
 def test_an_engine_that_dies_forgets_what_ran_as_what(scripted):
     """What is run again is decided anew, and a switch that was under way is void."""
     with scripted(rows=8, pace=0.01, memory=1000, policy=Adaptive(CAPS)) as server, ThreadPoolExecutor(8) as pool:
-        crowd = [pool.submit(server.send, PATH, asking(60, 30, 20 + n)) for n in range(7)]
-        server.wait_for("lapcli_active", 7)
+        with server.held():
+            crowd = [pool.submit(server.send, PATH, asking(60, 30, 20 + n)) for n in range(7)]
+            server.wait_for("lapcli_active", 7)
         culprit = pool.submit(server.send, PATH, {"prompt": [3, 201], "max_tokens": 9})
         for number, each in enumerate(crowd):
             assert each.result().document["choices"][0]["text"] == f"{20 + number} " * 30

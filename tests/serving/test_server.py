@@ -300,15 +300,14 @@ def test_killed_in_the_middle(server, offline):
     """By the real thing: who waits gets what it would have got, a stream is told, and the next one is as good."""
     long = {"prompt": "x", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
     body = {"prompt": "The old man", "max_tokens": 60, "seed": 3, "ignore_eos": True}
-    engine = server.running.supervisor.pid
     with closing(server.stream(PATH, long)) as stream, ThreadPoolExecutor(8) as pool:
         events = iter(stream)
         next(events)
-        # It stands still until all are there: it is sent one more than it has rows for, and two wait.
-        os.kill(engine, signal.SIGSTOP)
-        others = [pool.submit(server.send, PATH, body) for _ in range(6)]
-        server.wait_for("lapcli_waiting", 2)
-        os.kill(engine, signal.SIGKILL)
+        with server.held() as engine:
+            others = [pool.submit(server.send, PATH, body) for _ in range(6)]
+            # It is sent one more than it has rows for.
+            server.wait_for("lapcli_waiting", 2)
+            os.kill(engine, signal.SIGKILL)
         assert "SIGKILL" in list(events)[-1]["error"]["message"]
         wanted = offline("The old man", max_new_tokens=60, seed=3, temperature=1.0, eos=frozenset())
         assert {other.result().document["choices"][0]["text"] for other in others} == {wanted.text}
