@@ -1,5 +1,6 @@
 """An engine is measured before there is one: here on a device that is only thought of, which counts and refuses."""
 
+import gc
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -88,6 +89,14 @@ class Device:
 
             prefiller.forward = counted
         return engine
+
+
+@pytest.fixture(autouse=True, scope="module")
+def older_objects_left_alone():
+    """Each engine is made after a collection, which takes a second over all that a long run of tests has loaded."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
