@@ -39,7 +39,7 @@ class DeltaRuleInputs:
         k: `[B, T, H, K]`.
         v: `[B, T, HV, V]`.
         beta: `[B, T, HV]`.
-        g: `[B, T, HV]`, log decay, or `None`.
+        g: `[B, T, HV]`, log decay, or `[B, T, HV, K]` of each key channel, or `None`.
         erase: `[B, T, H or HV, K]` or `None`.
         initial_state: `[B or sequences, HV, K, V]` or `None`.
         lamb: `[B, T, HV]`, query feedback, or `None`.
@@ -86,6 +86,7 @@ def delta_rule_inputs(
     key_width: int = 8,
     value_width: int = 6,
     gate: float | None = 0.5,
+    by_channel: bool = False,
     erase: str | None = None,
     feedback: bool = False,
     state: bool = False,
@@ -102,6 +103,7 @@ def delta_rule_inputs(
         key_width: K.
         value_width: V.
         gate: log decays are drawn from `(-gate, 0)`; `None` for no gate.
+        by_channel: whether each key channel has a log decay of its own.
         erase: `None`, or `key` or `value` for an erase direction per key or value head.
         feedback: whether there is query feedback, of 0.3 or more.
         state: whether there is an initial state.
@@ -129,12 +131,13 @@ def delta_rule_inputs(
         heads = {"key": key_heads, "value": value_heads}[erase]
         mix = _LEAST_MIX + 0.6 * uniform(batch, time, heads, 1)
         direction = per_head(k, heads) + mix * per_head(q, heads)
+    decays = (batch, time, value_heads, key_width) if by_channel else (batch, time, value_heads)
     return DeltaRuleInputs(
         q=q,
         k=k,
         v=normal(batch, time, value_heads, value_width),
         beta=uniform(batch, time, value_heads),
-        g=None if gate is None else -gate * uniform(batch, time, value_heads),
+        g=None if gate is None else -gate * uniform(*decays),
         erase=direction,
         initial_state=normal(sequences or batch, value_heads, key_width, value_width) if state else None,
         lamb=_LEAST_MIX + 0.6 * uniform(batch, time, value_heads) if feedback else None,
@@ -159,7 +162,9 @@ class Rounded(torch.autograd.Function):
 def transition_recurrence(
     inputs: DeltaRuleInputs, scale: float | None = None, rounding: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The operator by its transition matrices, `S_t = e^g (I - beta k x^T) S_{t-1} + beta k v^T`, in fp64.
+    """The operator by its transition matrices, `S_t = (I - beta k x^T) D S_{t-1} + beta k v^T`, in fp64.
+
+    `D` is `e^g`, or a diagonal of K numbers.
 
     Args:
         inputs: of any dtype.
@@ -184,7 +189,8 @@ def transition_recurrence(
         x = narrow(inputs.erase.double() if own else inputs.erase.double()[:, :, head])
     if inputs.lamb is not None:
         x = narrow(inputs.k.double()[:, :, head] + inputs.lamb.double()[..., None] * inputs.q.double()[:, :, head])
-    decay = torch.ones_like(beta) if inputs.g is None else inputs.g.double().exp()[..., None, None]
+    decay = torch.ones_like(beta[..., 0]) if inputs.g is None else inputs.g.double().exp()
+    decay = decay.unsqueeze(-1) if decay.ndim == 3 else decay
     factor: float = width**-0.5 if scale is None else scale
     state = inputs.initial_state
     if state is None:
@@ -195,11 +201,12 @@ def transition_recurrence(
     for t in range(v.shape[1]):
         column = k[:, t, :, :, None]
         if rounding is None:
-            step = decay[:, t] * (identity - beta[:, t] * column * x[:, t, :, None, :])
+            step = (identity - beta[:, t] * column * x[:, t, :, None, :]) * decay[:, t, :, None, :]
             state = step @ state + beta[:, t] * column * v[:, t, :, None, :]
         else:
-            found = x[:, t, :, None, :] @ narrow(decay[:, t] * state)
-            state = decay[:, t] * state + column * narrow(beta[:, t] * (v[:, t, :, None, :] - found))
+            kept = decay[:, t, :, :, None] * state
+            found = x[:, t, :, None, :] @ narrow(kept)
+            state = kept + column * narrow(beta[:, t] * (v[:, t, :, None, :] - found))
         rows.append(factor * (q[:, t, :, None, :] @ narrow(state)).squeeze(-2))
     return narrow(torch.stack(rows, dim=1)), state
 

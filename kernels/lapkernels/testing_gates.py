@@ -23,17 +23,19 @@ class RawInputs(DeltaRuleInputs):
 
     Attributes:
         A_log: `[HV]`, or `None`: g is a log decay, or not there.
-        dt_bias: `[HV]` or `None`.
+        dt_bias: `[HV]`, `[HV, K]` or `None`.
         strength: as of `RawGates`.
+        decay_lower_bound: likewise.
     """
 
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
     strength: float | None = None
+    decay_lower_bound: float | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
-        return {name: x for name, x in super().tensors().items() if name != "strength"}
+        return {name: x for name, x in super().tensors().items() if name not in ("strength", "decay_lower_bound")}
 
     def activated(self) -> DeltaRuleInputs:
         """By the formulas, written out."""
@@ -42,7 +44,12 @@ class RawInputs(DeltaRuleInputs):
             beta = self.strength / (1 + (-beta).exp())
         if self.A_log is not None:
             assert g is not None
-            g = -self.A_log.exp() * torch.log1p((g if self.dt_bias is None else g + self.dt_bias).exp())
+            step = g if self.dt_bias is None else g + self.dt_bias
+            rate = self.A_log.exp().view(-1, *[1] * (g.ndim - 3))
+            if self.decay_lower_bound is None:
+                g = -rate * torch.log1p(step.exp())
+            else:
+                g = self.decay_lower_bound / (1 + (-rate * step).exp())
         return DeltaRuleInputs(self.q, self.k, self.v, beta, g, self.erase, self.initial_state)
 
 
@@ -52,6 +59,13 @@ RAW_GATES: dict[str, dict[str, Any]] = {
     "a strength": {"time": 20, "value_heads": 2, "strength": 1.0, "gate": None, "bias": False, "erase": "value"},
 }
 """What is left to activate, in layers of one key head."""
+
+CHANNEL_GATES: dict[str, dict[str, Any]] = {
+    "a decay of each channel": {"time": 35, "value_heads": 2, "strength": 1.0, "bias": True, "by_channel": True},
+    "with a lower bound": {"time": 20, "value_heads": 2, "strength": None, "bias": True, "by_channel": True,
+                           "bound": -5.0},
+}  # fmt: skip
+"""The same where each key channel has a decay of its own, as in KDA."""
 
 
 def check_raw_gates(name: str, dtype: torch.dtype, device: str = "cpu", impl: str = "triton") -> None:
@@ -68,13 +82,14 @@ def raw_gate_precisions(name: str, dtype: torch.dtype, device: torch.device | st
     """How precise outputs, states and gradients of a layer are whose gates the rule activates.
 
     Args:
-        name: of `RAW_GATES`.
+        name: of `RAW_GATES` or `CHANNEL_GATES`.
         dtype: of the layer's projections.
         device: where.
         impl: which implementation.
     """
-    options = {**RAW_GATES[name]}
+    options = {**(RAW_GATES | CHANNEL_GATES)[name]}
     strength, bias, heads = options.pop("strength"), options.pop("bias"), options["value_heads"]
+    bound = options.pop("bound", None)
     made = delta_rule_inputs(batch=1, key_heads=1, key_width=16, value_width=16, **options)
     generator = torch.Generator().manual_seed(3)
 
@@ -85,10 +100,12 @@ def raw_gate_precisions(name: str, dtype: torch.dtype, device: torch.device | st
         return None if x is None else x.to(device, dtype)
 
     decays = made.g is not None
+    biases = (heads,) if made.g is None or made.g.ndim == 3 else (heads, made.g.shape[-1])
     whole = RawInputs(
         made.q, made.k, made.v, normal(*made.beta.shape) if strength is not None else made.beta,
-        normal(*made.beta.shape) if decays else None, made.erase, made.initial_state,
-        A_log=normal(heads) - 1 if decays else None, dt_bias=normal(heads) if bias else None, strength=strength,
+        normal(*made.g.shape) if made.g is not None else None, made.erase, made.initial_state,
+        A_log=normal(heads) - 1 if decays else None, dt_bias=normal(*biases) if bias else None, strength=strength,
+        decay_lower_bound=bound,
     )  # fmt: skip
     cast = {field: narrow(x) for field, x in whole.tensors().items()}
     for field in ("A_log", "dt_bias", "initial_state"):
@@ -100,7 +117,7 @@ def raw_gate_precisions(name: str, dtype: torch.dtype, device: torch.device | st
 
     def given(x: RawInputs, impl: str) -> DeltaRuleOutput:
         named: dict[str, Any] = x.tensors()
-        gates = RawGates(x.strength, named.pop("A_log", None), named.pop("dt_bias", None))
+        gates = RawGates(x.strength, named.pop("A_log", None), named.pop("dt_bias", None), x.decay_lower_bound)
         return delta_rule(**named, gates=gates, output_final_state=True, impl=impl)
 
     def formulas(x: RawInputs, rounding: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -113,9 +130,13 @@ def raw_gate_precisions(name: str, dtype: torch.dtype, device: torch.device | st
     if wide.A_log is not None:
         assert wide.g is not None
         step = wide.g if wide.dt_bias is None else wide.g + wide.dt_bias
-        shares = {"ddt_bias": truth["dg"], "dA_log": truth["dg"] * torch.log1p(step.exp()) * (1 + (-step).exp())}
+        by_rate = step if bound is not None else torch.log1p(step.exp()) * (1 + (-step).exp())
+        shares = {"ddt_bias": truth["dg"], "dA_log": truth["dg"] * by_rate}
         # Sums over steps, each of which is as precise as the largest of them.
         sums = {each: x.abs().amax((0, 1)) * x.shape[1] ** 0.5 for each, x in shares.items() if each in truth}
+        if "dA_log" in sums and sums["dA_log"].ndim == 2:
+            # And over the channels of a head.
+            sums["dA_log"] = sums["dA_log"].amax(1) * sums["dA_log"].shape[1] ** 0.5
     return precisions(
         actual=output_state_and_gradients(lambda x: given(x, impl), rounded),
         truth=truth,

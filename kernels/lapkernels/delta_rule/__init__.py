@@ -1,4 +1,4 @@
-"""The delta rule with a scalar gate and a separate erase direction: DeltaNet, Gated DeltaNet, Q-Delta."""
+"""The delta rule with gates of heads or key channels and a separate erase direction: (Gated) DeltaNet, Q-Delta, KDA."""
 
 from lapkernels.delta_rule.api import (
     IMPLEMENTATIONS,

@@ -59,6 +59,7 @@ def select_impl(
     erasing: bool = False,
     needs_gradient: bool = False,
     value_width: int | None = None,
+    by_channel: bool = False,
 ) -> Choice:
     """Say what `impl="auto"` runs for such a call: the fastest one that is right here.
 
@@ -71,15 +72,17 @@ def select_impl(
         erasing: whether there is an erase direction of its own, or query feedback.
         needs_gradient: whether a backward pass will follow.
         value_width: V; `None` where it is not known, then not 128.
+        by_channel: whether the log decay is of each key channel.
     """
     device = torch.device(device)
     if time == 1 and not (device.type == "cuda" and not erasing and dtype in (torch.bfloat16, torch.float16)):
         return Choice("reference", "one step needs no chunks")
     call: dict[str, Any] = {
         "key_width": key_width, "gated": gated, "erasing": erasing, "needs_gradient": needs_gradient,
+        "by_channel": by_channel,
     }  # fmt: skip
     without_fla = why_not("fla", device, dtype, **call) or fla_backend.why_imprecise(dtype)
-    without_triton = why_not("triton", device, dtype, **call)
+    without_triton = why_not("triton", device, dtype, **call) or triton_backend.why_untried(by_channel=by_channel)
     if without_fla is None:
         faster = fla_backend.why_faster(device, time, value_width, **call)
         if faster is not None:
@@ -104,6 +107,7 @@ def why_not(
     gated: bool,
     erasing: bool = False,
     needs_gradient: bool = False,
+    by_channel: bool = False,
 ) -> str | None:
     """Say why an implementation asked for by name cannot run such a call, or is known to be wrong; else `None`.
 
@@ -118,10 +122,13 @@ def why_not(
         return None
     device = torch.device(device)
     if impl == "fla":
-        return fla_backend.why_unavailable(
-            device, dtype, key_width, gated=gated, erasing=erasing
-        ) or fla_backend.why_wrong(device, gated=gated, erasing=erasing, needs_gradient=needs_gradient)
-    variant = fla_backend.variant_of(gated=gated, erasing=erasing)
+        kind: dict[str, bool] = {"gated": gated, "erasing": erasing, "by_channel": by_channel}
+        return fla_backend.why_unavailable(device, dtype, key_width, **kind) or fla_backend.why_wrong(
+            device, needs_gradient=needs_gradient, **kind
+        )
+    variant = fla_backend.variant_of(gated=gated, erasing=erasing, by_channel=by_channel)
+    if impl == "triton" and by_channel:
+        return "the Triton kernels have no decay of each key channel"
     if impl == "triton" and (why := triton_backend.why_unavailable(device, dtype, key_width)) is not None:
         return why
     return verdicts.why_wrong("delta_rule", impl, device, variant=variant, needs_gradient=needs_gradient)
@@ -148,23 +155,24 @@ def delta_rule(
 ) -> DeltaRuleOutput:
     """Write to and read from a matrix state by the (gated) delta rule.
 
-    Each step and value head: `S *= exp(g)`; `u = beta (v - S^T x)`; `S += k u^T`; `o = S^T (scale q)`, where the
-    erase direction `x` is `k` unless given, and `k + lamb q` with query feedback. The order matters: decay, error,
-    write, read. The gate is a *log* decay, never positive; `beta` is used as given. The state and all sums are fp32
-    (fp64 for fp64 inputs) whatever the dtype of the inputs, autocast or not; the Triton kernels and fla's multiply in
-    the dtype of the inputs and add in fp32.
+    Each step and value head: `S *= exp(g)`, or `S[i] *= exp(g[i])` for each key channel i; `u = beta (v - S^T x)`;
+    `S += k u^T`; `o = S^T (scale q)`, where the erase direction `x` is `k` unless given, and `k + lamb q` with query
+    feedback. The order matters: decay, error, write, read. The gate is a *log* decay, never positive; `beta` is used as
+    given. The state and all sums are fp32 (fp64 for fp64 inputs) whatever the dtype of the inputs, autocast or not; the
+    Triton kernels and fla's multiply in the dtype of the inputs and add in fp32.
 
     Args:
         q: `[B, T, H, K]`, read directions.
         k: `[B, T, H, K]`, write directions.
         v: `[B, T, HV, V]`; HV is a multiple of H, and value head j reads key head `j // (HV // H)`.
         beta: `[B, T, HV]`, write strength.
-        g: `[B, T, HV]`, log decay; `None` for none.
+        g: `[B, T, HV]`, log decay, or `[B, T, HV, K]` for one of each key channel (Kimi Delta Attention); `None` for
+            none.
         erase: `[B, T, H or HV, K]`, erase directions; `None` for `k`.
         lamb: `[B, T, HV]`, Q-Delta's query feedback, used as given; not together with `erase`. It mixes q and k as they
             are after `qk_l2norm`, q without `scale`.
         gates: what `beta` and `g` still have to go through, where they are a layer's projections; the Triton kernels
-            do it on the way. `None`: nothing.
+            do it on the way, but for decays of each key channel or with a lower bound. `None`: nothing.
         scale: factor on q; `None` for `K ** -0.5`.
         initial_state: `[B or sequences, HV, K, V]`; `None` for zeros.
         output_final_state: whether to return the state after the last step.
@@ -176,7 +184,8 @@ def delta_rule(
             their own.
         released: compute what Q-Delta's released kernels compute, which is not the recurrence: within a chunk the
             *earlier* token's `k + lamb q` meets the *later* token's k. What was trained with them may need it. Only the
-            chunked form in PyTorch has it; chunks of 64, counted from the first token of the call, are theirs.
+            chunked form in PyTorch has it, and not for decays of each key channel; chunks of 64, counted from the first
+            token of the call, are theirs.
         impl: `auto` (see `select_impl`; inside `torch.compile` never a kernel), `reference`, `chunked`, `triton` or
             `fla`.
 
@@ -188,13 +197,14 @@ def delta_rule(
         KernelUnavailable: an `impl` asked for by name that cannot run here, is known to be wrong here, or does not
             have what `released` asks for.
 
-    Source: DeltaNet arXiv 2406.06484, Gated DeltaNet arXiv 2412.06464 (eq. 10), query feedback arXiv 2606.08804.
+    Source: DeltaNet arXiv 2406.06484, Gated DeltaNet arXiv 2412.06464 (eq. 10), query feedback arXiv 2606.08804, Kimi
+        Delta Attention arXiv 2510.26692.
     """
     sizes = check_arguments(q, k, v, beta, g, erase, initial_state, cu_seqlens, qk_l2norm, chunk_size, lamb, released)
     gates = GIVEN if gates is None else gates
     check_gates(gates, g, sizes, q.device)
     tensors = (q, k, v, beta, g, erase, initial_state, lamb, gates.A_log, gates.dt_bias)
-    erasing = erase is not None or lamb is not None
+    erasing, by_channel = erase is not None or lamb is not None, g is not None and g.ndim == 4
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if released:
         if impl not in ("auto", "chunked"):
@@ -213,19 +223,23 @@ def delta_rule(
             erasing=erasing,
             needs_gradient=needs_gradient,
             value_width=sizes.value_width,
+            by_channel=by_channel,
         ).name
     else:
         why = why_not(
             impl, q.device, q.dtype, key_width=sizes.key_width, gated=g is not None,
-            erasing=erasing, needs_gradient=needs_gradient,
+            erasing=erasing, needs_gradient=needs_gradient, by_channel=by_channel,
         )  # fmt: skip
         if why is not None:
             raise KernelUnavailable(f"impl='{impl}' for the delta rule: {why}")
 
     factor: float = sizes.key_width**-0.5 if scale is None else scale
-    if impl != "triton":
-        with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False):
+        if impl != "triton":
             beta, g = gates.activated(beta, g)
+        elif by_channel or gates.decay_lower_bound is not None:
+            # The kernels know one decay of a head alone before its activation.
+            g, gates = gates.log_decay(g), RawGates(gates.strength)
     if lamb is not None and impl != "chunked":
         # These take the erase direction as a tensor, which is made before q and k are rounded (fla rounds it itself).
         dtype = compute_dtype(q)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lapkernels.chunk_layout import from_chunks, packed_layout, rows_layout, to_chunks
+from lapkernels.delta_rule.chunked_channels import decayed_by_channel
 from lapkernels.delta_rule.reference import compute_dtype
 from lapkernels.delta_rule.validation import read_boundaries
 
@@ -59,15 +60,20 @@ def delta_rule_chunked(
             return x.flatten(0, -5)
 
         def cleared(x: Tensor) -> Tensor:
-            """`[B, T, HV]` to `[M, H, R, C, 1]`, zero where there is no token: nothing decays, nothing is written."""
-            x = chunked(x.unsqueeze(-1))
+            """`[B, T, HV]` to `[M, H, R, C, 1]`, zero where there is no token: nothing decays, nothing is written.
+
+            What is of each key channel has a last axis of K.
+            """
+            x = chunked(x if x.ndim == 4 else x.unsqueeze(-1))
             if layout.is_token is None:
                 return x
             return x.where(layout.is_token.view(-1, 1, 1, layout.chunk, 1), 0.0)
 
         q_, k_, v_ = chunked(q), chunked(k), chunked(v)
         x_ = None if erase is None else chunked(erase)
-        beta_, g_ = cleared(beta), None if g is None else cleared(g).squeeze(-1)
+        beta_, g_ = cleared(beta), None if g is None else cleared(g)
+        if g is not None and g.ndim == 3:
+            g_ = g_.squeeze(-1)  # pyright: ignore[reportOptionalMemberAccess] -- there where g is
         lamb_ = None if lamb is None else cleared(lamb)
 
         sequences = layout.counts[0]
@@ -107,7 +113,7 @@ def _chunks(
         v: `[M, H, R, C, V]`.
         x: `[M, H, 1 or R, C, K]`, erase directions; `None` for `k`, or `k + lamb q`.
         beta: `[M, H, R, C, 1]`.
-        g: `[M, H, R, C]`, log decay, or `None`.
+        g: `[M, H, R, C]`, log decay, `[M, H, R, C, K]` of each channel, or `None`.
         lamb: `[M, H, R, C, 1]`, query feedback, or `None`.
         scale: factor on q where it reads.
         state: `[sequences, H, R, K, V]`.
@@ -124,35 +130,44 @@ def _chunks(
         """`[M, H, 1 or R, ...]` to `[M H R, ...]`."""
         return x.expand(*leading, *x.shape[3:]).flatten(0, 2)
 
-    read_q = q * scale
-    carried_x, read = beta * (k if x is None else x), read_q @ k.mT
-    erased = carried_x @ k.mT
-    if lamb is not None:
-        # The same products with q, of which `scale` is taken out again. Feedback of zero changes no bit.
-        mix, pairs = (lamb / scale, read) if scale else (lamb, q @ k.mT)
-        erased = erased + beta * ((mix * pairs).mT if released else mix * pairs)
-        carried_x = torch.addcmul(carried_x, beta * lamb, q)
-    carried_q, written_k, kept = read_q, k, None
-    erased, read = flat(erased), flat(read)
-    if g is None:
-        read = read.tril()
+    read_q, carried_x = q * scale, beta * (k if x is None else x)
+    if g is not None and g.ndim == 5:
+        # Products are made with the decays in them, for each value head.
+        if lamb is not None:
+            carried_x = torch.addcmul(carried_x, beta * lamb, q)
+        carried_q, carried_x, written_k, kept, erased, read = decayed_by_channel(
+            flat(g), flat(read_q), flat(carried_x), flat(k)
+        )
     else:
-        from_start, to_end, erased, read = _Decayed.apply(flat(g), erased, read)
-        carried_x = carried_x * from_start.view_as(beta)
-        carried_q = read_q * from_start.view_as(beta)
-        written_k = k * to_end.view_as(beta)
-        kept = from_start[:, -1:, None]
+        read = read_q @ k.mT
+        erased = carried_x @ k.mT
+        if lamb is not None:
+            # The same products with q, of which `scale` is taken out again. Feedback of zero changes no bit.
+            mix, pairs = (lamb / scale, read) if scale else (lamb, q @ k.mT)
+            erased = erased + beta * ((mix * pairs).mT if released else mix * pairs)
+            carried_x = torch.addcmul(carried_x, beta * lamb, q)
+        carried_q, written_k, kept = read_q, k, None
+        erased, read = flat(erased), flat(read)
+        if g is None:
+            read = read.tril()
+        else:
+            from_start, to_end, erased, read = _Decayed.apply(flat(g), erased, read)
+            carried_x = carried_x * from_start.view_as(beta)
+            carried_q = read_q * from_start.view_as(beta)
+            written_k = k * to_end.view_as(beta)
+            kept = from_start[:, -1:, None]
+        carried_q, carried_x, written_k = flat(carried_q), flat(carried_x), flat(written_k)
 
     inverse = _InverseOfUnitLower.apply(erased)
     starts, updates, state = _HandOver.apply(
         inverse @ flat(beta * v),
-        inverse @ flat(carried_x),
-        flat(written_k),
+        inverse @ carried_x,
+        written_k,
         kept,
         state.flatten(0, 2),
         tuple(count * leading[1] * leading[2] for count in counts),
     )
-    output = torch.baddbmm(flat(carried_q) @ starts, read, updates)
+    output = torch.baddbmm(carried_q @ starts, read, updates)
     return output.unflatten(0, leading), state.unflatten(0, (-1, *leading[1:]))
 
 
@@ -166,7 +181,7 @@ class _HandOver(torch.autograd.Function):
         fresh: `W_v` `[N, C, V]`.
         carried: `W_x` `[N, C, K]`.
         written: `K` `[N, C, K]`, decayed to the end of the chunk.
-        kept: `[N, 1, 1]`, the decay over the chunk; `None` for 1.
+        kept: `[N, 1, 1]`, the decay over the chunk, `[N, K, 1]` of each channel; `None` for 1.
         state: `[sequences times heads, K, V]`.
         counts: sequences times heads that still run, step by step.
 
@@ -219,7 +234,7 @@ class _HandOver(torch.autograd.Function):
         d_fresh = torch.baddbmm(d_updates, written, d_after)
         d_carried = torch.baddbmm(carried, d_fresh, starts.mT, beta=0, alpha=-1)
         d_written = torch.bmm(updates, d_after.mT)
-        d_kept = None if kept is None else (d_after * starts).sum((-2, -1), keepdim=True)
+        d_kept = None if kept is None else (d_after * starts).sum_to_size(kept.shape)
         return d_fresh, d_carried, d_written, d_kept, d_state, None
 
 

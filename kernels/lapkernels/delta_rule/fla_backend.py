@@ -1,6 +1,6 @@
 """The operator through fla's kernels: imported lazily, asked first whether it is right for the call at hand.
 
-Source: flash-linear-attention 0.6, `fla.ops.gated_delta_rule`, `fla.ops.delta_rule`, `fla.ops.comba`.
+Source: flash-linear-attention 0.6, `fla.ops.gated_delta_rule`, `fla.ops.delta_rule`, `fla.ops.comba`, `fla.ops.kda`.
 """
 
 import importlib
@@ -23,7 +23,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def why_unavailable(
-    device: torch.device, dtype: torch.dtype, key_width: int, *, gated: bool, erasing: bool
+    device: torch.device, dtype: torch.dtype, key_width: int, *, gated: bool, erasing: bool, by_channel: bool = False
 ) -> str | None:
     """Why fla cannot run this call at all, or `None`."""
     if not is_installed("fla"):
@@ -34,27 +34,40 @@ def why_unavailable(
         return "triton kernels cannot run here"
     if dtype == torch.float64 or (dtype == torch.float32 and not (gated or erasing)):
         return f"fla has no kernel of this operator for {dtype}"
+    if by_channel and erasing:
+        return "fla has no kernel with a decay of each key channel and an erase direction of its own"
     if key_width > WIDEST_KEY:
         return f"fla takes keys up to {WIDEST_KEY} wide, not {key_width}"
     return None
 
 
-def why_wrong(device: torch.device, *, gated: bool, needs_gradient: bool, erasing: bool = False) -> str | None:
+def why_wrong(
+    device: torch.device, *, gated: bool, needs_gradient: bool, erasing: bool = False, by_channel: bool = False
+) -> str | None:
     """Why fla would run this call and be wrong, as far as is known or was measured here, or `None`.
 
     Source: fla issue 640; `fla/ops/common/chunk_o.py` raises for the same versions, but only in the backward pass.
+    Decays of each key channel do not go through it.
     """
     version = triton_version()
-    hopper = (gated or erasing) and needs_gradient and version is not None and is_hopper(device.index or 0)
+    hopper = (
+        (gated or erasing)
+        and not by_channel
+        and needs_gradient
+        and version is not None
+        and is_hopper(device.index or 0)
+    )
     if hopper and version is not None and (3, 4) <= version < (3, 7, 1) and not _tilelang_takes_over():
         shown = ".".join(map(str, version))
         return f"fla's gated backward pass is wrong on Hopper with triton {shown} (3.7.1 or tilelang mends it)"
-    variant = variant_of(gated=gated, erasing=erasing)
+    variant = variant_of(gated=gated, erasing=erasing, by_channel=by_channel)
     return verdicts.why_wrong("delta_rule", "fla", device, variant=variant, needs_gradient=needs_gradient)
 
 
-def variant_of(*, gated: bool, erasing: bool) -> str:
+def variant_of(*, gated: bool, erasing: bool, by_channel: bool = False) -> str:
     """What a verdict calls the operator with such arguments; each runs another kernel of fla's."""
+    if by_channel:
+        return "decay by channel"
     if erasing:
         return "with an erase direction"
     return "gated" if gated else "plain"
@@ -74,6 +87,7 @@ def why_faster(
     gated: bool,
     erasing: bool,
     needs_gradient: bool,
+    by_channel: bool = False,
 ) -> str | None:
     """Why fla is to be preferred to this folder's own kernels for such a call, or `None` where it is slower.
 
@@ -83,6 +97,8 @@ def why_faster(
         return "fla's kernels are right here, and lapkernels' were measured on Hopper alone"
     if erasing:
         return None
+    if by_channel:
+        return "fla's kernels of decays by channel are right here, and lapkernels' were not measured"
     if time <= SHORT and not needs_gradient:
         return f"fla's recurrence in one kernel is the fastest up to {SHORT} steps"
     # Without the compiler that it is written for it lies there and cannot be imported.
@@ -129,6 +145,13 @@ def delta_rule_fla(
 
     if erase is not None:
         return _comba(q, k, v, beta, g, erase, repeats, common)
+    if g is not None and g.ndim == 4:
+        # Decay, error, write, read, as here; eps of the normalisation and the state's layout are ours too.
+        by_channel = _kernel("kda", "fused_recurrent" if short else "chunk")
+        return by_channel(
+            q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), g=g.float().contiguous(), beta=beta.contiguous(),
+            use_qk_l2norm_in_kernel=qk_l2norm, state_v_first=False, **common,
+        )  # fmt: skip
     if g is not None:
         gated = _kernel("gated_delta_rule", "fused_recurrent" if short else "chunk")
         return gated(

@@ -84,6 +84,9 @@ def _recurrence(
     q, k, erase = per_value_head(q) * scale, per_value_head(k), per_value_head(erase)
     v, beta = v.to(dtype), beta.to(dtype)
     decay = None if g is None else g.to(dtype).exp()
+    if decay is not None:
+        # Of a head, or of each of its key channels: rows of the state.
+        decay = decay.unsqueeze(-1) if g is not None and g.ndim == 4 else decay[..., None, None]
     if initial_state is None:
         state = q.new_zeros(batch, value_heads, key_width, value_width)
     else:
@@ -92,7 +95,7 @@ def _recurrence(
     outputs = []
     for t in range(time):
         if decay is not None:
-            state = state * decay[:, t, :, None, None]
+            state = state * decay[:, t]
         found = (erase[:, t].unsqueeze(-2) @ state).squeeze(-2)
         update = beta[:, t, :, None] * (v[:, t] - found)
         state = state + k[:, t].unsqueeze(-1) * update.unsqueeze(-2)

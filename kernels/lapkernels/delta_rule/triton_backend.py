@@ -39,6 +39,13 @@ def why_unavailable(device: torch.device, dtype: torch.dtype, key_width: int) ->
     return None
 
 
+def why_untried(*, by_channel: bool) -> str | None:
+    """Why `auto` leaves the kernels to those who name them, or `None`."""
+    if by_channel and not is_interpreted():
+        return "lapkernels' Triton kernels of decays by channel were not measured on a GPU (impl='triton' runs them)"
+    return None
+
+
 def why_wrong(device: torch.device, *, variant: str, needs_gradient: bool) -> str | None:
     """Why the kernels were found wrong here, or `None`."""
     return verdicts.why_wrong("delta_rule", "triton", device, variant=variant, needs_gradient=needs_gradient)

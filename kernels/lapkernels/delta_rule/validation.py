@@ -64,8 +64,18 @@ def check_arguments(
     _check_shape("k", k, (batch, time, key_heads, key_width))
     _check_shape("v", v, (batch, time, value_heads, value_width))
     _check_shape("beta", beta, (batch, time, value_heads))
-    if g is not None:
+    if g is not None and tuple(g.shape) != (batch, time, value_heads, key_width):
+        if g.ndim == 4:
+            raise InvalidInput(
+                f"g has shape {_shape(g)}; it should be {[batch, time, value_heads]}, or "
+                f"{[batch, time, value_heads, key_width]} for a decay of each key channel"
+            )
         _check_shape("g", g, (batch, time, value_heads))
+    if released and g is not None and g.ndim == 4:
+        raise InvalidInput(
+            f"released=True with a decay of each key channel (g has shape {_shape(g)}): Q-Delta's released kernels "
+            "have none; g should be [B, T, HV]"
+        )
     if lamb is not None:
         if erase is not None:
             raise InvalidInput("erase and lamb both say what is erased; lamb means k + lamb q, so give one of the two")
@@ -112,9 +122,16 @@ def check_gates(gates: RawGates, g: Tensor | None, sizes: Sizes, device: torch.d
         raise InvalidInput("gates.A_log says how g makes the decay; there is no g")
     if gates.dt_bias is not None and gates.A_log is None:
         raise InvalidInput("without gates.A_log, g is the log decay itself; gates.dt_bias has no meaning")
-    for name, tensor in (("gates.A_log", gates.A_log), ("gates.dt_bias", gates.dt_bias)):
+    if gates.decay_lower_bound is not None:
+        if gates.A_log is None:
+            raise InvalidInput("without gates.A_log, g is the log decay itself; gates.decay_lower_bound has no meaning")
+        if not gates.decay_lower_bound < 0:
+            raise InvalidInput(f"gates.decay_lower_bound is {gates.decay_lower_bound}; it should be below 0")
+    heads = (sizes.value_heads,)
+    biases = heads if g is None or g.ndim == 3 else (*heads, sizes.key_width)
+    for name, tensor, shape in (("gates.A_log", gates.A_log, heads), ("gates.dt_bias", gates.dt_bias, biases)):
         if tensor is not None:
-            _check_shape(name, tensor, (sizes.value_heads,))
+            _check_shape(name, tensor, shape)
             if tensor.dtype not in _FLOATS:
                 raise InvalidInput(f"{name} has dtype {tensor.dtype}; it should be fp64, fp32, bf16 or fp16")
             if tensor.device != device:
