@@ -1,5 +1,6 @@
 """Set before torch is imported: spinning OpenMP threads make small LAPACK calls a hundred times slower on two cores."""
 
+import gc
 import os
 import tempfile
 
@@ -32,8 +33,19 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="module")
-def quick_reload():
-    """Trained models are compared with what was written without waiting for the imports of another process."""
+def older_objects_left_alone():
+    """Garbage is looked for among younger objects alone: after a long run of tests all of them take a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def quick_reload(older_objects_left_alone):
+    """Trained models are compared with what was written without waiting for the imports of another process.
+
+    Their memory is freed before, by a collection each time.
+    """
     from lapcli.testing.processes import reload_here
 
     with pytest.MonkeyPatch.context() as patch:

@@ -19,6 +19,9 @@ from lapcli.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.training.adapters import apply_adapters, plan_adapters, trained_parameters
 
+# Memory is freed after each way.
+pytestmark = pytest.mark.usefixtures("older_objects_left_alone")
+
 TOY = RecoverySizes(seq_len=48, batch=4, warmup=1, steps=2)
 ROUNDING = 1e-5  # fp32, as the contract of families
 

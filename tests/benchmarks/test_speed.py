@@ -31,6 +31,9 @@ from lapcli.benchmarks.speed.step_operator import step_operator_benchmark
 from lapcli.errors import ArtifactError, ModelError, UsageError
 from lapcli.testing.stock_models import tiny_stock_model
 
+# Memory is freed after each case.
+pytestmark = pytest.mark.usefixtures("older_objects_left_alone")
+
 CPU = torch.device("cpu")
 FEW = DecodeSettings(warmup=1, repeats=3, trials=1, limit=0.2, latency_tokens=4, generated=(2, 12))
 MACHINE = {"device": "a machine", "copy_bytes": 1e9, "product_flops": 1e10, "date": "2026-11-30", "versions": {}}

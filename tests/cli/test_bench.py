@@ -4,6 +4,9 @@ import pytest
 
 from lapcli.cli.bench import _without_paths
 
+# Memory is freed after each case.
+pytestmark = pytest.mark.usefixtures("older_objects_left_alone")
+
 FEW = ("--quick", "--device", "cpu", "--trials", "1")
 ONE = ("--phase", "decode", "--ways", "lapcli", "--batch", "1", "--tokens", "8")
 

@@ -10,6 +10,9 @@ from lapcli.stages import recovery
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
 from lapcli.training.reload import Reloaded
 
+# What was trained is freed before it is read again.
+pytestmark = pytest.mark.usefixtures("older_objects_left_alone")
+
 SMALL = (
     "--steps",
     "3",

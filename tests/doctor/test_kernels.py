@@ -27,6 +27,9 @@ from lapkernels import KernelUnavailable, verdicts
 from lapkernels.delta_rule import api, delta_rule, select_impl
 from lapkernels.testing import delta_rule_inputs
 
+# Memory is freed after each kernel.
+pytestmark = pytest.mark.usefixtures("older_objects_left_alone")
+
 CPU = torch.device("cpu")
 
 

@@ -344,5 +344,5 @@ def test_distances_are_drawn_a_panel_a_layer_and_the_same_each_time(tmp_path):
     assert drawn == (tmp_path / "two.svg").read_text()
     for words in ("layer 25", "layer 18", "history", "recency", "share of history in the mixture"):
         assert words in drawn
-    with pytest.raises(SystemExit, match="dsla_study.py look"):
+    with pytest.raises(SystemExit, match=r"dsla_study\.py look"):
         study.main(["draw", str(tmp_path / "nothing.jsonl"), str(tmp_path / "three.svg")])

@@ -1,6 +1,5 @@
 """An engine is measured before there is one: here on a device that is only thought of, which counts and refuses."""
 
-import gc
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,6 +18,9 @@ from lapcli.serving.trials import CudaMemory, Model, engine_that_fits, out_of_me
 from lapcli.serving.worker import _engine, prepare
 from lapcli.testing.dual_state import tiny_conversion, tiny_source
 from lapcli.testing.serving import local_server
+
+# Each engine is made after a collection.
+pytestmark = pytest.mark.usefixtures("older_objects_left_alone")
 
 WEIGHTS = 10**6
 LENGTH = 1024
@@ -89,14 +91,6 @@ class Device:
 
             prefiller.forward = counted
         return engine
-
-
-@pytest.fixture(autouse=True, scope="module")
-def older_objects_left_alone():
-    """Each engine is made after a collection, which takes a second over all that a long run of tests has loaded."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,9 @@ from lapcli.training_recipe import PretrainingSettings, read_training_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes" / "train").glob("*.yaml"))
+# What was trained is freed before it is read again.
+pytestmark = pytest.mark.usefixtures("older_objects_left_alone")
+
 EXECUTION = Execution(micro_batch=2, save_every=2, validate_every=3)
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 48}
 HEADS = {"head_dim": 16, "expand_v": 1.0}

@@ -17,6 +17,9 @@ from lapcli.stages.calibration import calibrate
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.testing.stock_models import tiny_stock_model
 
+# It is looked whether models go.
+pytestmark = pytest.mark.usefixtures("older_objects_left_alone")
+
 SPLIT = Machine(device="split", dtype="float32")
 
 
