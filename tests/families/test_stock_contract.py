@@ -114,6 +114,12 @@ def sliced(base, tmp_path_factory):
     return sliced_by(base, random_kept(base, KEPT), tmp_path_factory.mktemp("slice"))
 
 
+@pytest.fixture(scope="module")
+def small(sliced):
+    """The slice's model, for tests that change nothing of it."""
+    return load_model(sliced)
+
+
 def members_of(source, layer):
     """The coupled group as it lies in the checkpoint, without tensors that hold only values."""
     shapes = {name: entry.shape for name, (_header, entry) in source.tensors.items()}
@@ -175,9 +181,9 @@ def logits(model, ids, **options):
         return model(input_ids=ids, use_cache=False, **options).logits
 
 
-def test_sliced_equals_masked(base, sliced):
+def test_sliced_equals_masked(base, small):
     kept = random_kept(base, KEPT)
-    whole, small = load_model(base), load_model(sliced)
+    whole = load_model(base)
     family, layers = family_for(base.config), layers_of(base)
     wanted = {}
     with masked(whole, family, layers, kept):
@@ -189,17 +195,16 @@ def test_sliced_equals_masked(base, sliced):
     assert relative_error(logits(whole, IDS), wanted["prefill"]) > 1e-3
 
 
-def test_kept_sets_belong_to_their_heads(base, sliced, tmp_path):
+def test_kept_sets_belong_to_their_heads(base, small, tmp_path):
     if layers_of(base)[0].heads == 1:
         pytest.skip("one key head")
     swapped = sliced_by(base, {index: rows.roll(1, 0) for index, rows in random_kept(base, KEPT).items()}, tmp_path)
-    assert relative_error(logits(load_model(swapped), IDS), logits(load_model(sliced), IDS)) > 1e-3
+    assert relative_error(logits(load_model(swapped), IDS), logits(small, IDS)) > 1e-3
 
 
-def test_cached_decode_equals_prefill_and_it_generates(sliced):
-    model = load_model(sliced)
-    assert relative_error(in_parts(model, IDS, 100, 7, 1), logits(model, IDS)) < 2e-5
-    made = model.generate(IDS[:, :20], max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+def test_cached_decode_equals_prefill_and_it_generates(small):
+    assert relative_error(in_parts(small, IDS, 100, 7, 1), logits(small, IDS)) < 2e-5
+    made = small.generate(IDS[:, :20], max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert made.shape == (2, 24)
 
 
@@ -261,10 +266,9 @@ def test_keeping_all_channels_is_the_identity(base, tmp_path):
     assert same.config["model_type"] == base.config["model_type"]
 
 
-def test_the_state_has_the_bytes_that_the_layers_say(sliced):
-    model = load_model(sliced)
+def test_the_state_has_the_bytes_that_the_layers_say(sliced, small):
     with torch.no_grad():
-        out = model(input_ids=IDS[:1, :40], use_cache=True)
+        out = small(input_ids=IDS[:1, :40], use_cache=True)
     cache = getattr(out, "past_key_values", None) or getattr(out, "cache", None) or out.cache_params
     for layer in layers_of(sliced):
         state = cache.layers[layer.index].recurrent_states[0]
