@@ -126,6 +126,44 @@ def test_keys_that_shared_memory_has_no_room_for(hopper, monkeypatch, there, wid
             assert "shared memory" in choice.reason
 
 
+def test_decays_of_channels(hopper, monkeypatch):
+    """fla's kernels for them, trained with too, which do not go through the wrong one; never an erase direction."""
+    call = CALL | {"by_channel": True}
+    for needs_gradient in (False, True):
+        choice = select_impl("cuda", torch.bfloat16, needs_gradient=needs_gradient, **call)
+        assert choice.name == "fla"
+        assert "not measured" in choice.reason
+    known = {"key_width": 64, "gated": True, "by_channel": True}
+    assert "erase direction" in (why_not("fla", "cuda", torch.bfloat16, erasing=True, **known) or "")
+    assert why_not("triton", "cuda", torch.bfloat16, erasing=True, needs_gradient=True, **known) is None
+    monkeypatch.setattr(fla_backend, "is_installed", lambda package: False)
+    choice = select_impl("cuda", torch.bfloat16, **call)
+    assert choice.name == "chunked"
+    assert "not measured on a GPU" in choice.reason
+
+
+def test_decays_of_channels_through_fla(hopper, monkeypatch):
+    """What fla is called with: log decays in fp32, by the kernel that the length asks for."""
+    called = {}
+
+    def kernel(operator, form):
+        return lambda **given: called.update(given, operator=operator, form=form) or (given["v"], None)
+
+    monkeypatch.setattr(fla_backend, "_kernel", kernel)
+    inputs = delta_rule_inputs(time=5, by_channel=True).to(torch.bfloat16)
+    for needs_gradient, form in ((False, "fused_recurrent"), (True, "chunk")):
+        fla_backend.delta_rule_fla(
+            inputs.q, inputs.k, inputs.v, inputs.beta, inputs.g, None, 0.5, None, True, None,
+            qk_l2norm=True, needs_gradient=needs_gradient,
+        )  # fmt: skip
+        assert (called["operator"], called["form"]) == ("kda", form)
+    assert called["g"].dtype == torch.float32
+    assert called["g"].shape == inputs.g.shape
+    assert called["use_qk_l2norm_in_kernel"]
+    assert not called.get("use_gate_in_kernel")
+    assert called["scale"] == 0.5
+
+
 def test_a_forced_kernel_that_cannot_run_is_an_error():
     with pytest.raises(KernelUnavailable, match="impl='fla'"):
         delta_rule(**delta_rule_inputs(time=5).to(torch.float32).tensors(), impl="fla")

@@ -26,6 +26,14 @@ PARTS = {
     # Case 1's widths: two blocks of K and a masked one.
     "neighbours": "for width in (20, 60, 96, 100): t.check_poisoned(torch.float32, key_width=width)",
     "rows": "t.check_many_rows(3, {dtype})",
+    "channels": (
+        "for name in t.CHANNEL_CASES: t.check_channels(name, {dtype})\n"
+        "t.check_packed({dtype}, by_channel=True)\n"
+        "for width in (16, 48): t.check_norm(width, {dtype}, by_channel=True)\n"
+        "t.check_strong_decay_of_channels({dtype}); t.check_strong_decay_of_channels(torch.float16)\n"
+        "t.check_equal_channels({dtype}); t.check_poisoned({dtype}, by_channel=True)\n"
+        "for name in t.CHANNEL_GATES: t.check_raw_gates(name, {dtype})"
+    ),
     "gates": "for name in t.RAW_GATES: t.check_raw_gates(name, {dtype})",
 }
 
@@ -53,7 +61,8 @@ def interpreted(program: str) -> None:
         # Half precision has a walk of its own.
         ("packed gates", "torch.float16", 0),
         # One process for what is left: most of each would be imports, and a traceback names the part.
-        (" ".join(part for part in PARTS if part != "cases"), "torch.float32", 0),
+        (" ".join(part for part in PARTS if part not in ("cases", "channels")), "torch.float32", 0),
+        ("channels", "torch.float32", 0),
     ],
 )
 def test_the_kernels_interpreted(part, dtype, half):
@@ -68,9 +77,12 @@ def test_they_compile_for_hopper():
         from lapkernels.testing import delta_rule_inputs, output_state_and_gradients
         from lapkernels.testing_chunks import run
         compiled = compile_only(90)
-        inputs = delta_rule_inputs(time=70, key_width=16, value_width=16, state=True, gate=0.1)
-        output_state_and_gradients(run, inputs.to(torch.bfloat16))
-        assert len({kernel.metadata.name for kernel in compiled}) == 6, compiled
+        for by_channel in (False, True):
+            inputs = delta_rule_inputs(
+                time=70, key_width=16, value_width=16, state=True, gate=0.1, by_channel=by_channel
+            )
+            output_state_and_gradients(run, inputs.to(torch.bfloat16))
+            assert len({kernel.metadata.name for kernel in compiled}) == (10 if by_channel else 6), compiled
         """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

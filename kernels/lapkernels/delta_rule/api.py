@@ -127,8 +127,6 @@ def why_not(
             device, needs_gradient=needs_gradient, **kind
         )
     variant = fla_backend.variant_of(gated=gated, erasing=erasing, by_channel=by_channel)
-    if impl == "triton" and by_channel:
-        return "the Triton kernels have no decay of each key channel"
     if impl == "triton" and (why := triton_backend.why_unavailable(device, dtype, key_width)) is not None:
         return why
     return verdicts.why_wrong("delta_rule", impl, device, variant=variant, needs_gradient=needs_gradient)

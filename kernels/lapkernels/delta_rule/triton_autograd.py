@@ -10,8 +10,11 @@ from lapkernels.decoding.configs import power_of_two
 from lapkernels.delta_rule.gates import GIVEN, RawGates
 from lapkernels.delta_rule.reference import compute_dtype
 from lapkernels.delta_rule.triton_backward import channel_gradients, gate_gradients, pair_gradients, walk_back
+from lapkernels.delta_rule.triton_channels_backward import gradients_by_channel
 from lapkernels.delta_rule.triton_launch import (
+    BY_CHANNEL,
     CHUNK,
+    LEVELS,
     Kept,
     Tiles,
     choose_tiles,
@@ -20,6 +23,7 @@ from lapkernels.delta_rule.triton_launch import (
     gate_flags,
     gate_parameters,
     key_blocks,
+    key_tile,
     layout_of,
     on_device,
 )
@@ -115,14 +119,16 @@ def _gradients(
     _, time, key_heads, key_width = q.shape
     value_heads, value_width = v.shape[2:]
     repeats = value_heads // key_heads
+    by_channel = g is not None and g.ndim == 4
     if tiles is None:
-        tiles = choose_tiles(key_width, value_width, q.dtype)
+        tiles = choose_tiles(key_width, value_width, q.dtype, erasing=erase is not None or by_channel)
     layout = layout_of(q, cu_seqlens)
     q_, k_, v_, d_o = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, d_output))
     x = k_ if erase is None else erase if erase.stride(-1) == 1 else erase.contiguous()
     per_value_head = erase is not None and erase.shape[2] == value_heads and repeats > 1
     block0, block1 = key_blocks(key_width)
-    channels = key_tile(key_width)
+    # With a decay of each channel more is held of each.
+    channels = min(32, key_tile(key_width)) if by_channel else key_tile(key_width)
     blocks = -(-key_width // channels)
     all_chunks = layout.all_chunks
     wide = compute_dtype(q)
@@ -133,23 +139,27 @@ def _gradients(
     table, bounds, chunk_starts = (
         kept.total if each is None else each for each in (layout.table, layout.bounds, layout.chunk_starts)
     )
-    shared = {
+    shared: dict[str, Any] = {
         "H": key_heads, "R": repeats, "K": key_width, "V": value_width, "C": CHUNK, "ERASE": erase is not None,
         "ERASE_R": per_value_head, "PACKED": cu_seqlens is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
-    gradients = {**shared, "GATED": g is not None, "NORM": qk_l2norm}
     inputs = (*q_.stride()[:3], *k_.stride()[:3], *x.stride()[:3])
+    walked, walk_inputs = (q_, k_, x), inputs
+    if by_channel:
+        read, erased, write = kept.decayed.unsqueeze(1)
+        walked, walk_inputs = (read, write, erased), (*read.stride()[:3], *write.stride()[:3], *erased.stride()[:3])
     # What the walk had kept of it is by chunks; once more by steps is the least that can be done.
-    written = RawGates(gates.strength).activated(beta, None)[0]
+    written = gates.write_strength(beta)
     upstream = (*d_o.stride()[:3], *written.stride())
     # The walk back holds more at once.
     block = min(64, tiles.value_block)
     launch: Any = walk_back[(layout.count * value_heads * -(-value_width // block),)]
     launch(
-        q_, k_, x, d_o, kept.pairs, kept.factors, kept.kept, d_final.contiguous(), d_initial, ends, d_b,
-        bounds, chunk_starts, time, layout.chunks, *inputs, *d_o.stride()[:3], **shared,
-        BK0=block0, BK1=block1, BV=block, INITIAL=initial_state is not None,
+        *walked, d_o, kept.pairs, kept.factors, kept.kept, d_final.contiguous(), d_initial, ends, d_b,
+        bounds, chunk_starts, time, layout.chunks, *walk_inputs, *d_o.stride()[:3],
+        **shared | (BY_CHANNEL if by_channel else {}),
+        BK0=block0, BK1=block1, BV=block, INITIAL=initial_state is not None, BY_CHANNEL=by_channel,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -161,33 +171,47 @@ def _gradients(
     launch = pair_gradients[(all_chunks * value_heads,)]
     launch(
         q_, k_, x, d_o, written, kept.total, kept.norms, kept.updates, d_b, d_read, d_erased, total_by_pairs,
-        beta_by_pairs, table, bounds, scale, time, layout.chunks, all_chunks, *inputs, *upstream, **gradients,
-        BK=channels, BV=value_tile, num_warps=4,
+        beta_by_pairs, table, bounds, scale, time, layout.chunks, all_chunks, *inputs, *upstream, **shared,
+        GATED=g is not None, NORM=qk_l2norm, BK=channels, BV=value_tile, BY_CHANNEL=by_channel, num_warps=4,
     )  # fmt: skip
     # The normalisation needs all channels of a head: in the kernel where one block holds them, else afterwards.
     afterwards = qk_l2norm and blocks > 1
     d_q, d_k = (torch.empty(q.shape, dtype=wide if afterwards else q.dtype, device=q.device) for _ in range(2))
     d_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     d_x = d_q if erase is None else torch.empty(erase.shape, dtype=erase.dtype, device=q.device)
-    launch = channel_gradients[(all_chunks * key_heads, blocks)]
-    launch(
-        q_, k_, x, v_, d_o, written, kept.total, kept.norms, kept.starts, ends, kept.updates, d_b, d_read, d_erased,
-        d_q, d_k, d_x, d_v, total_by_channels, beta_by_channels, table, bounds, scale, time, layout.chunks, all_chunks,
-        *inputs, *v_.stride()[:3], *upstream, *d_q.stride()[:3], *d_x.stride()[:3], *d_v.stride()[:3], **gradients,
-        BK=channels, BV=value_tile, UNNORM=qk_l2norm and not afterwards, num_warps=8,
-    )  # fmt: skip
     d_beta = torch.empty(beta.shape, dtype=beta.dtype, device=q.device)
     d_g = d_beta if g is None else torch.empty(g.shape, dtype=g.dtype, device=q.device)
-    gate = beta if g is None else g
+    inner = (
+        q_, k_, x, v_, d_o, written, kept.total, kept.norms, kept.starts, ends, kept.updates, d_b, d_read, d_erased,
+        d_q, d_k, d_x, d_v,
+    )  # fmt: skip
+    outer = (table, bounds, scale, time, layout.chunks, all_chunks)
+    strides = (
+        *inputs, *v_.stride()[:3], *upstream, *d_q.stride()[:3], *d_x.stride()[:3], *d_v.stride()[:3]
+    )  # fmt: skip
+    options = {**shared, "NORM": qk_l2norm, "BK": channels, "BV": value_tile, "UNNORM": qk_l2norm and not afterwards}
+    if by_channel:
+        launch = gradients_by_channel[(all_chunks * key_heads, blocks)]
+        launch(
+            *inner, d_g, beta_by_channels, *outer, *strides, *d_g.stride()[:3], **options, LEVELS=LEVELS, num_warps=8
+        )
+        # Its shares in the gradient of beta are all there is, and that of g is whole.
+        beta_by_pairs, beta_by_channels = beta_by_channels[0], beta_by_channels[1:]
+    else:
+        launch = channel_gradients[(all_chunks * key_heads, blocks)]
+        launch(
+            *inner, total_by_channels, beta_by_channels, *outer, *strides, **options, GATED=g is not None, num_warps=8
+        )
+    gate, of_gate = (beta, d_beta) if g is None or by_channel else (g, d_g)
     rated, biased = gates.A_log is not None, gates.dt_bias is not None
     d_rates, d_biases = (empty(q, (all_chunks, value_heads) if each else (0,), dtype=wide) for each in (rated, biased))
     launch = gate_gradients[(all_chunks * value_heads,)]
     launch(
         total_by_pairs, total_by_channels, beta_by_pairs, beta_by_channels, gate, beta,
-        *gate_parameters(gates, d_beta), d_g, d_beta, d_rates, d_biases, table, bounds, gates.strength or 1.0,
-        time, layout.chunks, all_chunks, *gate.stride(), *beta.stride(), *d_g.stride(), *d_beta.stride(),
-        HV=value_heads, C=CHUNK, BLOCKS=blocks, GATED=g is not None, PACKED=cu_seqlens is not None,
-        **gate_flags(gates), num_warps=1,
+        *gate_parameters(gates, d_beta), of_gate, d_beta, d_rates, d_biases, table, bounds, gates.strength or 1.0,
+        time, layout.chunks, all_chunks, *gate.stride(), *beta.stride(), *of_gate.stride(), *d_beta.stride(),
+        HV=value_heads, C=CHUNK, BLOCKS=len(beta_by_channels), GATED=g is not None and not by_channel,
+        PACKED=cu_seqlens is not None, **gate_flags(gates), num_warps=1,
     )  # fmt: skip
     if afterwards:
         d_q, d_k = (_through_norm(each, grad, norm_eps) for each, grad in ((q, d_q), (k, d_k)))
@@ -203,13 +227,6 @@ def _gradients(
         None if gates.A_log is None else d_rates.sum(0).to(gates.A_log.dtype),
         None if gates.dt_bias is None else d_biases.sum(0).to(gates.dt_bias.dtype),
     )
-
-
-def key_tile(width: int) -> int:
-    """Channels of K whose gradients one program holds."""
-    if width % 64 in range(1, 33) and width > 32:
-        return 32
-    return min(64, max(16, power_of_two(width)))
 
 
 def _through_norm(x: Tensor, gradient: Tensor, eps: float) -> Tensor:

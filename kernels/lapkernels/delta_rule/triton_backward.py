@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from lapkernels.decoding.triton_parts import sigmoid, softplus
-from lapkernels.delta_rule.triton_chunked import BLOCK, course, tile, whereabouts
+from lapkernels.delta_rule.triton_chunked import BLOCK, course, operand_of, tile, whereabouts
 
 
 @triton.jit
@@ -21,11 +21,13 @@ def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b,
               x_row, x_step: tl.constexpr, x_head, d_o_row, d_o_step: tl.constexpr, d_o_head,
               H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
               BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
-              PACKED: tl.constexpr, INITIAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+              PACKED: tl.constexpr, INITIAL: tl.constexpr, BY_CHANNEL: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
     """Of one sequence, value head and block of value channels: dS after each chunk, and dB of each chunk.
 
     Turned around: dS is [BV, K] here, and what has C steps is [BV, C]; so a product's result is the next one's left
     operand as it lies in registers.
+    BY_CHANNEL: as of `walk`.
     d_final, d_initial: [sequences, HV, K, V].  ends: [M, HV, K, V].  d_b: [M, HV, C, V].
     """
     VALUE_BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -52,18 +54,27 @@ def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b,
         ds1 = tl.load(d_final + held + at1, mask=mask1, other=0.0).to(tl.float32)
     # From the last chunk on.
     first = (sequence * 0 + count - 1) * C
-    q += row * q_row + (begin + first) * q_step + head * q_head
-    k += row * k_row + (begin + first) * k_step + head * k_head
+    q += operand_of(row, begin, chunk, head, value_head, q_row, q_step, q_head, C, BY_CHANNEL) + first * q_step
+    k += operand_of(row, begin, chunk, head, value_head, k_row, k_step, k_head, C, BY_CHANNEL) + first * k_step
     d_o += row * d_o_row + (begin + first) * d_o_step + value_head * d_o_head
     if ERASE:
-        x += row * x_row + (begin + first) * x_step + (value_head if ERASE_R else head) * x_head
+        x_head_here = value_head if ERASE_R else head
+        x += operand_of(row, begin, chunk, x_head_here, value_head, x_row, x_step, x_head, C, BY_CHANNEL)
+        x += first * x_step
     at = (chunk + count - 1) * HV + value_head
     left = length - first
     near, far = steps[:, None] // BLOCK, steps[None, :] // BLOCK
     for _ in range(count):
         factor = factors + at * 4 * C + steps
         by_found, by_read = tl.load(factor) * tl.load(factor + 3 * C), tl.load(factor + C)
-        by_write, over = tl.load(factor + 2 * C), tl.load(kept + at)
+        by_write = tl.load(factor + 2 * C)
+        if BY_CHANNEL:
+            over0 = tl.load(kept + at * K + rows0, mask=rows0 < K, other=0.0)[None, :]
+            if BK1 > 0:
+                over1 = tl.load(kept + at * K + rows1, mask=rows1 < K, other=0.0)[None, :]
+        else:
+            over0 = tl.load(kept + at)
+            over1 = over0
         pair = pairs + at * 3 * C * C + (steps[:, None] * C + steps[None, :])
         k0 = tile(k, k_step, left, 0, BK0, C, K)
         live = (steps < left)[:, None] & inside[None, :]
@@ -90,11 +101,11 @@ def walk_back(q, k, x, d_o, pairs, factors, kept, d_final, d_initial, ends, d_b,
                  mask=inside[:, None])  # fmt: skip
         d_found = (-by_found[None, :] * change).to(dtype)
         d_read = (by_read[None, :] * d_out_here.to(tl.float32)).to(dtype)
-        ds0 = tl.dot(d_found, x0, over * ds0, input_precision=PRECISION)
+        ds0 = tl.dot(d_found, x0, over0 * ds0, input_precision=PRECISION)
         ds0 = tl.dot(d_read, q0, ds0, input_precision=PRECISION)
         if BK1 > 0:
             tl.store(ends + at * K * V + at1, state1.to(ends.dtype.element_ty), mask=mask1)
-            ds1 = tl.dot(d_found, x1, over * ds1, input_precision=PRECISION)
+            ds1 = tl.dot(d_found, x1, over1 * ds1, input_precision=PRECISION)
             ds1 = tl.dot(d_read, q1, ds1, input_precision=PRECISION)
         q -= C * q_step
         k -= C * k_step
@@ -117,11 +128,12 @@ def pair_gradients(q, k, x, d_o, beta, total, norms, updates, d_b, d_read, d_era
                    beta_row, beta_step, beta_head,
                    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
                    BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, ERASE: tl.constexpr,
-                   ERASE_R: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+                   ERASE_R: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr, BY_CHANNEL: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
     """Of one chunk and value head: gradients by `q_t . k_s` and by `x_t . k_s`, and what they give for decay and beta.
 
     d_read, d_erased: [M, HV, C, C].  d_total, d_beta: [M, HV, C], the latter without what comes by way of V and S.
+    BY_CHANNEL: without decays and beta, by which channels differ, and no more than these two.
     """
     HV: tl.constexpr = H * R
     program = tl.program_id(0)
@@ -144,6 +156,13 @@ def pair_gradients(q, k, x, d_o, beta, total, norms, updates, d_b, d_read, d_era
                         mask=(steps < left)[:, None] & inside, other=0.0)  # fmt: skip
         d_pairs += tl.dot(d_out, tl.trans(update), input_precision=PRECISION)
         d_lower -= tl.dot(change, tl.trans(update), input_precision=PRECISION)
+    if BY_CHANNEL:
+        inner = at * C * C + (steps[:, None] * C + steps[None, :])
+        d_pairs = tl.where(steps[:, None] >= steps[None, :], d_pairs * scale, 0.0)
+        d_lower = tl.where(steps[:, None] > steps[None, :], d_lower, 0.0)
+        tl.store(d_read + inner, d_pairs.to(d_read.dtype.element_ty))
+        tl.store(d_erased + inner, d_lower.to(d_erased.dtype.element_ty))
+        return
     q_base = q + row * q_row + first * q_step + head * q_head
     k_base = k + row * k_row + first * k_step + head * k_head
     x_base = k_base
@@ -179,6 +198,45 @@ def pair_gradients(q, k, x, d_o, beta, total, norms, updates, d_b, d_read, d_era
     inner = at * C * C + (steps[:, None] * C + steps[None, :])
     tl.store(d_read + inner, d_pairs.to(d_read.dtype.element_ty))
     tl.store(d_erased + inner, d_lower.to(d_erased.dtype.element_ty))
+
+
+@triton.jit
+def by_states(v, d_o, d_v, starts, ends, updates, d_b, v_step, d_o_step, d_v_step, left, channels, once, strength,
+              K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """What a chunk's directions gain by the states at both of its ends, for the channels given, before decays.
+
+    Returns those of erase directions (without -beta), of read directions (without the scale) and of write directions,
+    [C, BK]; `v . dB` by step, and `S_0 . dS_C` by channel.  once: whether to read v and write d_v.
+    """
+    steps = tl.arange(0, C)
+    by_change = tl.zeros([C, BK], tl.float32)
+    by_out = tl.zeros([C, BK], tl.float32)
+    by_update = tl.zeros([C, BK], tl.float32)
+    by_value = tl.zeros([C], tl.float32)
+    both = tl.zeros([BK], tl.float32)
+    for block in range((V + BV - 1) // BV):
+        columns = block * BV + tl.arange(0, BV)
+        inside = (columns < V)[None, :]
+        inner = steps[:, None] * V + columns[None, :]
+        of_state = channels[:, None] * V + columns[None, :]
+        held = (channels < K)[:, None] & inside
+        live = (steps < left)[:, None] & inside
+        start = tl.load(starts + of_state, mask=held, other=0.0)
+        end = tl.load(ends + of_state, mask=held, other=0.0)
+        update = tl.load(updates + inner, mask=inside, other=0.0)
+        change = tl.load(d_b + inner, mask=inside, other=0.0)
+        d_out = tl.load(d_o + (steps[:, None] * d_o_step + columns[None, :]), mask=live, other=0.0)
+        by_change += tl.dot(change, tl.trans(start), input_precision=PRECISION)
+        by_out += tl.dot(d_out, tl.trans(start), input_precision=PRECISION)
+        by_update += tl.dot(update, tl.trans(end), input_precision=PRECISION)
+        both += tl.sum(start.to(tl.float32) * end.to(tl.float32), 1)
+        live = live & once
+        value = tl.load(v + (steps[:, None] * v_step + columns[None, :]), mask=live, other=0.0)
+        by_value += tl.sum(value.to(tl.float32) * change.to(tl.float32), 1)
+        tl.store(d_v + (steps[:, None] * d_v_step + columns[None, :]),
+                 (strength[:, None] * change.to(tl.float32)).to(d_v.dtype.element_ty), mask=live)  # fmt: skip
+    return by_change, by_out, by_update, by_value, both
 
 
 @triton.jit
@@ -225,35 +283,13 @@ def channel_gradients(q, k, x, v, d_o, beta, total, norms, starts, ends, updates
         at = chunk.to(tl.int64) * HV + value_head
         strength = tl.load(beta + row * beta_row + (first + steps) * beta_step + value_head * beta_head,
                            mask=steps < left, other=0.0).to(tl.float32)  # fmt: skip
-        by_change = tl.zeros([C, BK], tl.float32)
-        by_out = tl.zeros([C, BK], tl.float32)
-        by_update = tl.zeros([C, BK], tl.float32)
-        by_value = tl.zeros([C], tl.float32)
-        both = tl.zeros([BK], tl.float32)
-        for block in range((V + BV - 1) // BV):
-            columns = block * BV + tl.arange(0, BV)
-            inside = (columns < V)[None, :]
-            inner = steps[:, None] * V + columns[None, :]
-            of_state = channels[:, None] * V + columns[None, :]
-            held = (channels < K)[:, None] & inside
-            live = (steps < left)[:, None] & inside
-            start = tl.load(starts + at * K * V + of_state, mask=held, other=0.0)
-            end = tl.load(ends + at * K * V + of_state, mask=held, other=0.0)
-            update = tl.load(updates + at * C * V + inner, mask=inside, other=0.0)
-            change = tl.load(d_b + at * C * V + inner, mask=inside, other=0.0)
-            d_out = tl.load(d_o + row * d_o_row + first * d_o_step + value_head * d_o_head
-                            + (steps[:, None] * d_o_step + columns[None, :]), mask=live, other=0.0)  # fmt: skip
-            by_change += tl.dot(change, tl.trans(start), input_precision=PRECISION)
-            by_out += tl.dot(d_out, tl.trans(start), input_precision=PRECISION)
-            by_update += tl.dot(update, tl.trans(end), input_precision=PRECISION)
-            both += tl.sum(start.to(tl.float32) * end.to(tl.float32), 1)
-            live = live & (block_k == 0)
-            value = tl.load(v + row * v_row + first * v_step + value_head * v_head
-                            + (steps[:, None] * v_step + columns[None, :]), mask=live, other=0.0)  # fmt: skip
-            by_value += tl.sum(value.to(tl.float32) * change.to(tl.float32), 1)
-            tl.store(d_v + row * d_v_row + first * d_v_step + value_head * d_v_head
-                     + (steps[:, None] * d_v_step + columns[None, :]),
-                     (strength[:, None] * change.to(tl.float32)).to(d_v.dtype.element_ty), mask=live)  # fmt: skip
+        by_change, by_out, by_update, by_value, both = by_states(
+            v + row * v_row + first * v_step + value_head * v_head,
+            d_o + row * d_o_row + first * d_o_step + value_head * d_o_head,
+            d_v + row * d_v_row + first * d_v_step + value_head * d_v_head,
+            starts + at * K * V, ends + at * K * V, updates + at * C * V, d_b + at * C * V, v_step, d_o_step, d_v_step,
+            left, channels, block_k == 0, strength, K, V, C, BK, BV, PRECISION,
+        )  # fmt: skip
         by_out *= scale
         if GATED:
             running = tl.load(total + at * C + steps)

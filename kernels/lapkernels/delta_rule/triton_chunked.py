@@ -60,6 +60,15 @@ def course(sequence, bounds, chunk_starts, time, chunks, PACKED: tl.constexpr):
     return sequence, sequence * 0, sequence * 0 + time, sequence * chunks, chunks
 
 
+@triton.jit
+def operand_of(row, begin, chunk, head, value_head, of_row, of_step, of_head, C: tl.constexpr,
+               BY_CHANNEL: tl.constexpr):  # fmt: skip
+    """Where a sequence's q, k or x begins, as the caller gave it or as `decay_channels` wrote it."""
+    if BY_CHANNEL:
+        return chunk * C * of_step + value_head * of_head
+    return row * of_row + begin * of_step + head * of_head
+
+
 BLOCK: tl.constexpr = tl.constexpr(16)
 """Steps of a block of a chunk: one that tensor cores take, and that one warp inverts without waiting for another."""
 
@@ -178,6 +187,39 @@ def _store_solved(ptr, u, beta, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.c
     _store_block(ptr, beta[:, None] * u, ROW, COLUMN, C)
     if KEEP:
         _store_block(ptr + C * C, u, ROW, COLUMN, C)
+
+
+@triton.jit
+def store_inverse(solved, a00, a11, a22, a33, n10, n20, n21, n30, n31, n32, beta0, beta1, beta2, beta3,
+                  C: tl.constexpr, KEEP: tl.constexpr, SOLVE: tl.constexpr):  # fmt: skip
+    """Invert `I + A` of a chunk, given the blocks on the diagonal of A and those of -A below it, and write `solved`."""
+    _, u00 = _inverse(a00, SOLVE)
+    t11, u11 = _inverse(a11, SOLVE)
+    t22, u22 = _inverse(a22, SOLVE)
+    t33, u33 = _inverse(a33, SOLVE)
+    # u is t transposed: t10 = -t11 (a10 t00), hence u10 = (u00 (-a10)^T) u11, and so on.
+    below = _by_transposed(u00, n10, SOLVE)
+    u10 = _by_transposed(below, t11, SOLVE)
+    below = _by_transposed(u11, n21, SOLVE)
+    u21 = _by_transposed(below, t22, SOLVE)
+    below = _by_transposed(u22, n32, SOLVE)
+    u32 = _by_transposed(below, t33, SOLVE)
+    below = _by_transposed(u00, n20, SOLVE) + _by_transposed(u10, n21, SOLVE)
+    u20 = _by_transposed(below, t22, SOLVE)
+    below = _by_transposed(u11, n31, SOLVE) + _by_transposed(u21, n32, SOLVE)
+    u31 = _by_transposed(below, t33, SOLVE)
+    below = _by_transposed(u00, n30, SOLVE) + _by_transposed(u10, n31, SOLVE) + _by_transposed(u20, n32, SOLVE)
+    u30 = _by_transposed(below, t33, SOLVE)
+    _store_solved(solved, u00, beta0, 0, 0, C, KEEP)
+    _store_solved(solved, u11, beta1, 1, 1, C, KEEP)
+    _store_solved(solved, u22, beta2, 2, 2, C, KEEP)
+    _store_solved(solved, u33, beta3, 3, 3, C, KEEP)
+    _store_solved(solved, u10, beta0, 0, 1, C, KEEP)
+    _store_solved(solved, u20, beta0, 0, 2, C, KEEP)
+    _store_solved(solved, u21, beta1, 1, 2, C, KEEP)
+    _store_solved(solved, u30, beta0, 0, 3, C, KEEP)
+    _store_solved(solved, u31, beta1, 1, 3, C, KEEP)
+    _store_solved(solved, u32, beta2, 2, 3, C, KEEP)
 
 
 @triton.jit
@@ -360,39 +402,13 @@ def prepare(q, k, x, g, beta, A_log, dt_bias, total, pairs, factors, kept, norms
     _store_block(pairs, _times(c30, reading3, to30), 3, 0, C)
     _store_block(pairs, _times(c31, reading3, to31), 3, 1, C)
     _store_block(pairs, _times(c32, reading3, to2), 3, 2, C)
-    _, u00 = _inverse(a00, SOLVE)
-    t11, u11 = _inverse(a11, SOLVE)
-    t22, u22 = _inverse(a22, SOLVE)
-    t33, u33 = _inverse(a33, SOLVE)
     n10 = _times(a10, -strength1, to0)
     n20 = _times(a20, -strength2, to20)
     n21 = _times(a21, -strength2, to1)
     n30 = _times(a30, -strength3, to30)
     n31 = _times(a31, -strength3, to31)
     n32 = _times(a32, -strength3, to2)
-    # u is t transposed: t10 = -t11 (a10 t00), hence u10 = (u00 (-a10)^T) u11, and so on.
-    below = _by_transposed(u00, n10, SOLVE)
-    u10 = _by_transposed(below, t11, SOLVE)
-    below = _by_transposed(u11, n21, SOLVE)
-    u21 = _by_transposed(below, t22, SOLVE)
-    below = _by_transposed(u22, n32, SOLVE)
-    u32 = _by_transposed(below, t33, SOLVE)
-    below = _by_transposed(u00, n20, SOLVE) + _by_transposed(u10, n21, SOLVE)
-    u20 = _by_transposed(below, t22, SOLVE)
-    below = _by_transposed(u11, n31, SOLVE) + _by_transposed(u21, n32, SOLVE)
-    u31 = _by_transposed(below, t33, SOLVE)
-    below = _by_transposed(u00, n30, SOLVE) + _by_transposed(u10, n31, SOLVE) + _by_transposed(u20, n32, SOLVE)
-    u30 = _by_transposed(below, t33, SOLVE)
-    _store_solved(solved, u00, beta0, 0, 0, C, KEEP)
-    _store_solved(solved, u11, beta1, 1, 1, C, KEEP)
-    _store_solved(solved, u22, beta2, 2, 2, C, KEEP)
-    _store_solved(solved, u33, beta3, 3, 3, C, KEEP)
-    _store_solved(solved, u10, beta0, 0, 1, C, KEEP)
-    _store_solved(solved, u20, beta0, 0, 2, C, KEEP)
-    _store_solved(solved, u21, beta1, 1, 2, C, KEEP)
-    _store_solved(solved, u30, beta0, 0, 3, C, KEEP)
-    _store_solved(solved, u31, beta1, 1, 3, C, KEEP)
-    _store_solved(solved, u32, beta2, 2, 3, C, KEEP)
+    store_inverse(solved, a00, a11, a22, a33, n10, n20, n21, n30, n31, n32, beta0, beta1, beta2, beta3, C, KEEP, SOLVE)
 
 
 @triton.jit
@@ -417,11 +433,13 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
          H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
          BK0: tl.constexpr, BK1: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr, ERASE_R: tl.constexpr,
          PACKED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
-         Q_LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+         BY_CHANNEL: tl.constexpr, Q_LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Of one sequence, value head and block of value channels: all its chunks, one after the other.
 
     Steps' strides are constants, as a model's are, and need no registers.  Q_LATE: load q for the chunk at hand alone,
     which leaves shared memory for another program.
+
+    BY_CHANNEL: q, k and x are of `decay_channels`, [M C, HV, K] each, and kept is [M, HV, K].
 
     initial, final: [sequences, HV, K, V].  bounds, chunk_starts: [sequences + 1], of steps and of chunks.  KEEP: write
     the state before each chunk to starts [M, HV, K, V] and U to updates [M, HV, C, V], for a backward pass.
@@ -455,24 +473,38 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
             s1 = tl.load(initial + held + at1, mask=mask1, other=0.0).to(tl.float32)
         else:
             s1 = tl.zeros([BK1, BV], tl.float32)
-    q += row * q_row + begin * q_step + head * q_head
-    k += row * k_row + begin * k_step + head * k_head
+    q += operand_of(row, begin, chunk, head, value_head, q_row, q_step, q_head, C, BY_CHANNEL)
+    k += operand_of(row, begin, chunk, head, value_head, k_row, k_step, k_head, C, BY_CHANNEL)
     v += row * v_row + begin * v_step + value_head * v_head
     o += row * o_row + begin * o_step + value_head * o_head
     if ERASE:
-        x += row * x_row + begin * x_step + (value_head if ERASE_R else head) * x_head
+        x_head_here = value_head if ERASE_R else head
+        x += operand_of(row, begin, chunk, x_head_here, value_head, x_row, x_step, x_head, C, BY_CHANNEL)
 
     at = chunk * HV + value_head
     left = length
-    after = tl.load(kept + at, mask=count > 0, other=0.0)
+    if BY_CHANNEL:
+        after0 = tl.load(kept + at * K + rows0, mask=(rows0 < K) & (count > 0), other=0.0)
+        if BK1 > 0:
+            after1 = tl.load(kept + at * K + rows1, mask=(rows1 < K) & (count > 0), other=0.0)
+    else:
+        after = tl.load(kept + at, mask=count > 0, other=0.0)
     near, far = steps[:, None] // BLOCK, steps[None, :] // BLOCK
     for n in range(count):
         live = (steps < left)[:, None] & inside[None, :]
         more = n + 1 < count
         next_at = tl.where(more, at + HV, at)
         # What comes last is loaded one chunk ahead, being alone too small to be copied in the background.
-        over = after
-        after = tl.load(kept + next_at)
+        if BY_CHANNEL:
+            over0 = after0[:, None]
+            after0 = tl.load(kept + next_at * K + rows0, mask=rows0 < K, other=0.0)
+            if BK1 > 0:
+                over1 = after1[:, None]
+                after1 = tl.load(kept + next_at * K + rows1, mask=rows1 < K, other=0.0)
+        else:
+            over0 = after
+            over1 = after
+            after = tl.load(kept + next_at)
         factor = factors + at * 4 * C + steps
         pair = pairs + at * SLOTS * C * C + (steps[:, None] * C + steps[None, :])
         by_found, by_read = tl.load(factor), tl.load(factor + C)
@@ -505,9 +537,9 @@ def walk(q, k, x, v, o, pairs, factors, kept, initial, final, starts, updates, b
             tl.store(updates + at * C * V + (steps[:, None] * V + columns[None, :]), update, mask=inside[None, :])
         out = tl.dot(reads, update, by_read[:, None] * out, input_precision=PRECISION)
         written = (by_write[:, None] * wide).to(dtype)
-        s0 = tl.dot(tl.trans(k0), written, over * s0, input_precision=PRECISION)
+        s0 = tl.dot(tl.trans(k0), written, over0 * s0, input_precision=PRECISION)
         if BK1 > 0:
-            s1 = tl.dot(tl.trans(k1), written, over * s1, input_precision=PRECISION)
+            s1 = tl.dot(tl.trans(k1), written, over1 * s1, input_precision=PRECISION)
         tl.store(o + (steps[:, None] * o_step + columns[None, :]), out.to(o.dtype.element_ty), mask=live)
         q += C * q_step
         k += C * k_step

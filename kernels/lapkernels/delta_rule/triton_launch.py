@@ -10,11 +10,18 @@ from torch import Tensor
 from lapkernels.decoding.configs import power_of_two
 from lapkernels.delta_rule.gates import GIVEN, RawGates
 from lapkernels.delta_rule.reference import compute_dtype
+from lapkernels.delta_rule.triton_channels import channel_pairs, decay_channels, invert
 from lapkernels.delta_rule.triton_chunked import prepare, walk
 from lapkernels.delta_rule.validation import read_boundaries
 
 CHUNK = 64
 """C: four blocks of 16 steps, the smallest that tensor cores take."""
+
+LEVELS = CHUNK.bit_length() - 1
+"""How often a chunk can be halved."""
+
+BY_CHANNEL = {"ERASE": True, "ERASE_R": True}
+"""What a walk is told whose directions have decays of their own: each value head has all three of them."""
 
 
 class Tiles(NamedTuple):
@@ -37,13 +44,14 @@ class Kept(NamedTuple):
     """What a backward pass needs of the forward pass.
 
     Attributes:
-        total: running sums of the log decay, `[M, HV, C]`; empty without a gate.
+        total: running sums of the log decay, `[M, HV, C]`, of each key channel `[M, HV, C, K]`; empty without a gate.
         pairs: M with the scale, and `(I + A)^-1` transposed with and without beta, `[M, HV, 3, C, C]` (see `prepare`).
         factors: of rows, `[M, HV, 4, C]` (see `prepare`).
-        kept: the decay over each chunk, `[M, HV]`.
+        kept: the decay over each chunk, `[M, HV]`, of each key channel `[M, HV, K]`.
         norms: one over the lengths of q and of k, `[2, M, H, C]`; empty without normalisation.
         starts: the state before each chunk, `[M, HV, K, V]`.
         updates: U, what is written, `[M, HV, C, V]`.
+        decayed: read, erase and write directions with the decays of their channels, `[3, M C, HV, K]`; empty without.
     """
 
     total: Tensor
@@ -53,6 +61,14 @@ class Kept(NamedTuple):
     norms: Tensor
     starts: Tensor
     updates: Tensor
+    decayed: Tensor
+
+
+def key_tile(width: int) -> int:
+    """Channels of K that one program, or one turn of its loop, holds where they need not meet."""
+    if width % 64 in range(1, 33) and width > 32:
+        return 32
+    return min(64, max(16, power_of_two(width)))
 
 
 def key_blocks(width: int) -> tuple[int, int]:
@@ -65,7 +81,9 @@ def key_blocks(width: int) -> tuple[int, int]:
     return (half, rest) if half + rest < whole else (whole, 0)
 
 
-def choose_tiles(key_width: int, value_width: int, dtype: torch.dtype, states: int = 1 << 20) -> Tiles:
+def choose_tiles(
+    key_width: int, value_width: int, dtype: torch.dtype, states: int = 1 << 20, *, erasing: bool = False
+) -> Tiles:
     """The tiles for a call.
 
     Args:
@@ -73,9 +91,13 @@ def choose_tiles(key_width: int, value_width: int, dtype: torch.dtype, states: i
         value_width: V.
         dtype: of q, k and v.
         states: sequences times value heads.
+        erasing: whether erase directions are operands of their own.
     """
     if dtype == torch.float32:
         return Tiles(min(power_of_two(max(16, value_width)), 32 if key_width <= 128 else 16), 4, 1)
+    if erasing and key_width > 192:
+        # Three operands of which two chunks are under way take more than the 227 KiB of a Hopper.
+        return Tiles(64, 8, 1)
     # Four warps a program, whatever the widths: eight were slower in every shape on an H200. Wide blocks load q, k and
     # pairs once; they pay where the state fits its registers and there are enough of them for all multiprocessors.
     if key_width <= 64 and value_width >= 128 and states * -(-value_width // 128) >= 128:
@@ -139,7 +161,7 @@ def delta_rule_triton(
     keep: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor | None, Kept | None]:
-    """Run both kernels. Arguments as `delta_rule` has checked and completed them; `erase` `None` means `k`.
+    """Run the forward pass. Arguments as `delta_rule` has checked and completed them; `erase` `None` means `k`.
 
     Args:
         q: as of `delta_rule`, like the following ones.
@@ -166,11 +188,13 @@ def delta_rule_triton(
     wide = compute_dtype(q)
     layout = layout_of(q, cu_seqlens)
     if tiles is None:
-        tiles = choose_tiles(key_width, value_width, q.dtype, layout.count * value_heads)
+        own_erase = erase is not None or (g is not None and g.ndim == 4)
+        tiles = choose_tiles(key_width, value_width, q.dtype, layout.count * value_heads, erasing=own_erase)
     all_chunks = layout.all_chunks
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     x = k if erase is None else erase if erase.stride(-1) == 1 else erase.contiguous()
     gate = beta if g is None else g
+    by_channel = gate.ndim == 4
     repeats = value_heads // key_heads
     per_value_head = erase is not None and erase.shape[2] == value_heads and repeats > 1
     block0, block1 = key_blocks(key_width)
@@ -178,9 +202,12 @@ def delta_rule_triton(
     exact = q.dtype == torch.float32
     per_chunk = (all_chunks, value_heads)
     running = torch.float64 if exact else torch.float32
-    total = empty(q, (*per_chunk, CHUNK) if keep and g is not None else (0,), dtype=running)
+    summed = (*per_chunk, CHUNK, key_width) if by_channel else (*per_chunk, CHUNK) if keep and g is not None else (0,)
+    total = empty(q, summed, dtype=running)
     pairs = empty(q, (*per_chunk, 3 if keep else 2, CHUNK, CHUNK))
-    factors, kept = empty(q, (*per_chunk, 4, CHUNK), dtype=wide), empty(q, per_chunk, dtype=wide)
+    factors = empty(q, (*per_chunk, 4, CHUNK), dtype=wide)
+    kept = empty(q, (*per_chunk, key_width) if by_channel else per_chunk, dtype=wide)
+    decayed = empty(q, (3, all_chunks * CHUNK, value_heads, key_width) if by_channel else (0,))
     norms = empty(q, (2, all_chunks, key_heads, CHUNK) if keep and qk_l2norm else (0,), dtype=wide)
     output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     final = empty(q, (layout.count, value_heads, key_width, value_width) if final_state else (0,), dtype=wide)
@@ -190,31 +217,52 @@ def delta_rule_triton(
     table, bounds, chunk_starts = (
         total if each is None else each for each in (layout.table, layout.bounds, layout.chunk_starts)
     )
-    shared = {
+    shared: dict[str, Any] = {
         "H": key_heads, "R": repeats, "K": key_width, "C": CHUNK, "ERASE": erase is not None,
-        "ERASE_R": per_value_head, "PACKED": cu_seqlens is not None, "PRECISION": "ieee" if exact else "tf32",
-        "KEEP": keep,
+        "ERASE_R": per_value_head, "PACKED": cu_seqlens is not None, "KEEP": keep,
     }  # fmt: skip
-    first: Any = prepare[(all_chunks * value_heads,)]
-    second: Any = walk[(layout.count * value_heads * -(-value_width // tiles.value_block),)]
+    precision, solve = "ieee" if exact else "tf32", tl.float32 if exact else tl.float16
+    programs = (all_chunks * value_heads,)
+    strides = (*q.stride()[:3], *k.stride()[:3], *x.stride()[:3])
+    last: Any = walk[(layout.count * value_heads * -(-value_width // tiles.value_block),)]
     with on_device(q):
-        first(
-            q, k, x, gate, beta, *gate_parameters(gates, factors), total, pairs, factors, kept, norms, table, bounds,
-            scale, gates.strength or 1.0, time, layout.chunks, all_chunks,
-            *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *gate.stride(), *beta.stride(), **shared,
-            BK=min(16 if exact else 64, max(16, power_of_two(key_width))), GATED=g is not None, NORM=qk_l2norm,
-            EPS=norm_eps, SOLVE=tl.float32 if exact else tl.float16, **gate_flags(gates),
-            num_warps=1, num_stages=1,
-        )  # fmt: skip
-        second(
+        if by_channel:
+            # A before it is inverted, as fp16 like the products that invert it.
+            lower = empty(q, (*per_chunk, CHUNK, CHUNK), dtype=torch.float32 if exact else torch.float16)
+            each: Any = decay_channels[programs]
+            channels = min(32, key_tile(key_width))
+            each(
+                q, k, x, gate, beta, decayed, total, pairs, factors, kept, norms, table, bounds, scale,
+                gates.strength or 1.0, time, layout.chunks, all_chunks, *strides, *gate.stride(), *beta.stride(),
+                **shared, BK=channels, NORM=qk_l2norm, EPS=norm_eps, RAW=gates.strength is not None, num_warps=8,
+            )  # fmt: skip
+            each = channel_pairs[programs]
+            each(
+                q, k, x, total, pairs, lower, factors, table, bounds, time, layout.chunks, *strides, **shared,
+                BK=channels, LEVELS=LEVELS, PRECISION=precision, num_warps=2, num_stages=1,
+            )  # fmt: skip
+            each = invert[programs]
+            each(lower, pairs, factors, C=CHUNK, KEEP=keep, SOLVE=solve, num_warps=1)
+            q, x, k = decayed.unsqueeze(1)
+            strides = (*q.stride()[:3], *k.stride()[:3], *x.stride()[:3])
+            shared |= BY_CHANNEL
+        else:
+            each = prepare[programs]
+            each(
+                q, k, x, gate, beta, *gate_parameters(gates, factors), total, pairs, factors, kept, norms, table,
+                bounds, scale, gates.strength or 1.0, time, layout.chunks, all_chunks, *strides, *gate.stride(),
+                *beta.stride(), **shared, BK=min(16 if exact else 64, max(16, power_of_two(key_width))),
+                GATED=g is not None, NORM=qk_l2norm, EPS=norm_eps, SOLVE=solve, PRECISION=precision,
+                **gate_flags(gates), num_warps=1, num_stages=1,
+            )  # fmt: skip
+        last(
             q, k, x, v, output, pairs, factors, kept, initial, final, starts, updates, bounds, chunk_starts,
-            time, layout.chunks,
-            *q.stride()[:3], *k.stride()[:3], *x.stride()[:3], *v.stride()[:3], *output.stride()[:3], **shared,
+            time, layout.chunks, *strides, *v.stride()[:3], *output.stride()[:3], **shared,
             V=value_width, BK0=block0, BK1=block1, BV=tiles.value_block, INITIAL=initial_state is not None,
-            FINAL=final_state, Q_LATE=tiles.q_late,
+            FINAL=final_state, Q_LATE=tiles.q_late, BY_CHANNEL=by_channel, PRECISION=precision,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-    everything = Kept(total, pairs, factors, kept, norms, starts, updates) if keep else None
+    everything = Kept(total, pairs, factors, kept, norms, starts, updates, decayed) if keep else None
     return output, final if final_state else None, everything
 
 
