@@ -8,14 +8,17 @@ def quicken() -> None:
     """Let the interpreter prepare `triton.language` once a launch, and not at every call of a device function too.
 
     Triton 3.7 looks through all members of its language at each such call, `tl.sum`'s as well, though the launch around
-    it has prepared them: a third of the time that tests spend in the interpreter. What kernels compute is the same.
-    Where the interpreter is built otherwise, it stays as it is.
+    it has prepared them: a third of the time that tests spend in the interpreter. A third of the rest went into
+    looking for overflow of integers, whose outcome counts with `debug` alone, and into a table of types made anew for
+    each operation. What kernels compute is the same. Where the interpreter is built otherwise, it stays as it is.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
     parts: Any = interpreter
     _true_masks(parts.InterpreterBuilder)
+    _types_known_once(parts)
+    _overflows_where_asked_for()
     if not all(hasattr(parts, name) for name in ("_patch_lang", "_LangPatchScope", "InterpretedFunction")):
         return
     prepare = parts._patch_lang
@@ -54,3 +57,41 @@ def _true_masks(builder: Any) -> None:
 
     builder.create_masked_load = of_truths(builder.create_masked_load, 1)
     builder.create_masked_store = of_truths(builder.create_masked_store, 2)
+
+
+def _types_known_once(interpreter: Any) -> None:
+    """Let the numpy type of each scalar type be looked up in one table."""
+    import triton.language as tl
+
+    make = getattr(interpreter, "_get_np_dtype", None)
+    if make is None:
+        return
+    known: dict[str, Any] = {}
+
+    def np_dtype(kind: Any) -> Any:
+        scalar: Any = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if isinstance(scalar, tl.pointer_type):
+            return make(scalar)
+        if scalar.name not in known:
+            known[scalar.name] = make(scalar)
+        return known[scalar.name]
+
+    interpreter._get_np_dtype = np_dtype
+
+
+def _overflows_where_asked_for() -> None:
+    """Let integers be checked for overflow only where the outcome is looked at, which is with `debug`."""
+    try:
+        from triton.language.semantic import TritonSemantic
+    except ImportError:
+        return
+    semantic: Any = TritonSemantic
+    check = getattr(semantic, "binary_op_sanitize_overflow_impl", None)
+    if check is None:
+        return
+
+    def asked_for(self: Any, left: Any, right: Any, operation: Any) -> None:
+        if self.builder.options.debug:
+            check(self, left, right, operation)
+
+    semantic.binary_op_sanitize_overflow_impl = asked_for
