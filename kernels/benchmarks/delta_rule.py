@@ -1,6 +1,7 @@
 """Time the chunked delta rule, forward, against fla's and FlashQLA's kernels, and its tiles against each other.
 
 PYTHONPATH=kernels python -m benchmarks.delta_rule --output FILE.jsonl [--budget SECONDS] [--tiles] [--ours]
+    [--channels]
 
 Every line of the file is one row: a shape, an implementation, milliseconds (median of three trials, a CUDA graph of
 calls on operands that no cache holds), the floor that memory sets, and the error against the PyTorch form in fp32. A
@@ -33,12 +34,14 @@ class Shape(NamedTuple):
     value_heads: int
     key_width: int
     value_width: int
+    by_channel: bool = False
 
     def nbytes(self) -> int:
         """What must be read and written once, in bf16 with fp32 gates."""
         tokens = self.batch * self.time
         channels = 2 * self.key_heads * self.key_width + 2 * self.value_heads * self.value_width
-        return tokens * (2 * channels + 6 * self.value_heads)
+        gates = self.value_heads * (self.key_width if self.by_channel else 1)
+        return tokens * (2 * channels + 2 * self.value_heads + 4 * gates)
 
 
 SHAPES = [
@@ -72,12 +75,13 @@ def operands(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) 
         return torch.randn(shape.batch, shape.time, *axes, generator=generator, device=device, dtype=dtype)
 
     heads = shape.value_heads
+    gates = (heads, shape.key_width) if shape.by_channel else (heads,)
     return Operands(
         normal(shape.key_heads, shape.key_width),
         normal(shape.key_heads, shape.key_width),
         normal(heads, shape.value_width),
         normal(heads).sigmoid(),
-        -0.05 * normal(heads).float().exp(),
+        -0.05 * normal(*gates).float().exp(),
     )
 
 
@@ -96,9 +100,14 @@ def implementations(
     if not ours_alone:
         # fla's tuning takes longer than all that is measured here.
         with contextlib.suppress(ImportError):
-            from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+            if shape.by_channel:
+                from fla.ops.kda import chunk_kda as theirs  # pyright: ignore[reportMissingImports]
+            else:
+                from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
+                    chunk_gated_delta_rule as theirs,
+                )
 
-            yield "fla", lambda x: chunk_gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, use_qk_l2norm_in_kernel=True)[0]
+            yield "fla", lambda x: theirs(x.q, x.k, x.v, x.g, x.beta, use_qk_l2norm_in_kernel=True)[0]
     if not every_tile:
         return
     for tiles in (
@@ -118,17 +127,19 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no other row is begun")
     parser.add_argument("--tiles", action="store_true", help="all tiles, not only those that are chosen")
     parser.add_argument("--ours", action="store_true", help="no other kernels than lapkernels'")
+    parser.add_argument("--channels", action="store_true", help="a decay of each key channel (Kimi Delta Attention)")
     parser.add_argument("--small", action="store_true", help="one small shape, wherever it can run")
     parser.add_argument("--warm", type=int, default=0, help="processes that compile everything beforehand")
     options = parser.parse_args()
+    shapes = [shape._replace(by_channel=options.channels) for shape in ([SMALL] if options.small else SHAPES)]
     if options.warm:
-        _compile(options.warm, options.tiles)
+        _compile(shapes, options.warm, options.tiles)
     begun = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     bandwidth = timing.copy_bandwidth(device)
     with options.output.open("w") as file:
-        for shape in [SMALL] if options.small else SHAPES:
+        for shape in shapes:
             few = shape._replace(batch=1, time=min(shape.time, 1024))
             probe = operands(few, dtype, device, 1)
             wide = Operands(*(x.float() for x in probe))
@@ -173,10 +184,10 @@ def _gradients(shape: Shape, sets: list[Operands], device: torch.device, file: A
         print(row, flush=True)
 
 
-def _compile(processes: int, tiles: bool) -> None:
+def _compile(shapes: Sequence[Shape], processes: int, tiles: bool) -> None:
     """Fill triton's cache, many kernels at a time."""
     names = [
-        (shape, name) for shape in SHAPES for name, _ in implementations(shape, torch.bfloat16, tiles, ours_alone=True)
+        (shape, name) for shape in shapes for name, _ in implementations(shape, torch.bfloat16, tiles, ours_alone=True)
     ]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.starmap(_compile_one, names, chunksize=1)

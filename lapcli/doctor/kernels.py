@@ -42,6 +42,8 @@ SHORT = 8
 WIDTHS = ((64, 128),)
 MORE_WIDTHS = ((32, 128), (64, 128), (96, 128), (100, 64), (128, 128))
 _WORST = 1e6
+_AS_PROJECTED = {"gated": "all of it", "decay by channel": "a decay of each channel"}
+"""Layers whose gates the delta rule activates, by the variant that they are of."""
 STEP_WIDTHS = (48, 64)
 """K and V of a decode step's check: K no power of two."""
 
@@ -221,9 +223,11 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
         # What multiplies in the dtype of its inputs is used with bf16, which triton's interpreter does not know.
         rounding = impl not in ("reference", "chunked")
         dtype = torch.bfloat16 if rounding and not (impl == "triton" and device.type == "cpu") else torch.float32
-        # Query feedback is the erase direction that models have.
-        for gate, feedback in ((0.3, False), (None, False), (0.3, True)):
-            variant = variant_of(gated=gate is not None, erasing=feedback)
+        # Query feedback is the erase direction that models have; those with decays by channel have none.
+        for gate, feedback, by_channel in (
+            (0.3, False, False), (None, False, False), (0.3, True, False), (0.3, False, True)
+        ):  # fmt: skip
+            variant = variant_of(gated=gate is not None, erasing=feedback, by_channel=by_channel)
             for way in ("forward", "backward", "decode"):
                 if impl == "reference" and way == "decode":
                     continue  # it takes a step at a time whatever it is given
@@ -232,6 +236,7 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                     impl: str = impl,
                     gate: Any = gate,
                     feedback: bool = feedback,
+                    by_channel: bool = by_channel,
                     way: Way = way,
                     variant: str = variant,
                     dtype: torch.dtype = dtype,
@@ -247,21 +252,21 @@ def _delta_rule(device: torch.device, thorough: bool) -> Iterator[Trial]:
                         width = (
                             (key_width, value_width) if device.type == "cuda" else (key_width // 2, value_width // 4)
                         )
-                        case = _recurrence(way, gate, feedback, *width, dtype)
+                        case = _recurrence(way, gate, feedback, by_channel, *width, dtype)
                         # A chunk's products have as many summands as the chunk is long, where the recurrence rounds
                         # each step; sums in fp32 round each term on the key axis too, those of half precision do not.
                         terms = (SHORT if way == "decode" else CHUNK) * (1 if rounding else width[0])
                         results = _results(call, case.inputs.to(device=device), way)
                         found += precisions(results, case.truth, case.yardstick, case.inputs.q.dtype, terms)
-                    if variant == "gated" and (way == "forward" or (way == "backward" and (thorough or not gpu))):
+                    if variant in _AS_PROJECTED and (way == "forward" or (way == "backward" and (thorough or not gpu))):
                         # As models hand their gates over. Backward a GPU's kernels are compiled once more for it.
-                        raw = raw_gate_precisions("all of it", dtype, device, impl)
+                        raw = raw_gate_precisions(_AS_PROJECTED[variant], dtype, device, impl)
                         found += [each for each in raw if each.name.startswith("d") == (way == "backward")]
                     return found
 
                 why = why_not(
                     impl, device, dtype, key_width=64, gated=gate is not None, erasing=feedback,
-                    needs_gradient=way == "backward",
+                    needs_gradient=way == "backward", by_channel=by_channel,
                 )  # fmt: skip
                 cost = 0 if not rounding else 2 if impl == "fla" and way == "backward" else 1
                 yield Trial("delta_rule", impl, variant, way, dtype, why, run, cost)
@@ -277,12 +282,18 @@ class _Recurrence(NamedTuple):
 
 @cache
 def _recurrence(
-    way: Way, gate: float | None, feedback: bool, key_width: int, value_width: int, dtype: torch.dtype
+    way: Way,
+    gate: float | None,
+    feedback: bool,
+    by_channel: bool,
+    key_width: int,
+    value_width: int,
+    dtype: torch.dtype,
 ) -> _Recurrence:
     """Once for all implementations."""
     inputs = delta_rule_inputs(
         batch=1, time=SHORT if way == "decode" else LENGTH, value_heads=4, key_width=key_width,
-        value_width=value_width, gate=gate, feedback=feedback, state=True,
+        value_width=value_width, gate=gate, by_channel=by_channel, feedback=feedback, state=True,
     ).to(dtype)  # fmt: skip
     exact = inputs.to(torch.float64)
     truth = _results(transition_recurrence, exact, way)

@@ -4,7 +4,8 @@ transformers binds functions of `fla`, `causal_conv1d` and `mamba_ssm` when a mo
 packages that are installed, whatever the device. On a CPU those fail ("0 active drivers"), and the names are the
 module's, so all models of a class share them. A function that looks at the device of what it is given takes the place
 of each binding in the module's namespace: on a CPU it calls the module's own PyTorch function, which transformers keeps
-behind the binding; elsewhere what lapkernels have in its place (`stand_ins`), or the binding. Where the `kernels`
+behind the binding, or what lapkernels have before it; elsewhere what they have in its place (`stand_ins`), or the
+binding. Where the `kernels`
 package is installed too, each binding lies in an `nn.Module` of its own. No file of the library is touched.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lapcli.errors import ModelError
-from lapcli.families.stand_ins import STAND_INS, stands_in, widths_of
+from lapcli.families.stand_ins import BEFORE_PYTORCH, BY_CHANNEL, STAND_INS, stands_in, widths_of
 from lapkernels.delta_rule import why_not
 
 _BOUND_IN = "hub_kernels"
@@ -57,13 +58,15 @@ class _Choice:
             if self.kernel != "auto":
                 return STAND_INS[self.name](*args, impl=self.kernel, **kwargs)
             tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            if _runs_pytorch(tensors[0].device):
-                return self.plain(*args, **kwargs)
-            found = None if self.stand_in is None else self.stand_in(*args, **kwargs)
-            if found is not None:
-                return found
+            device = tensors[0].device
             avoided = self.without_gradient and torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-            return (self.plain if avoided else self.fast)(*args, **kwargs)
+            plain = avoided or _runs_pytorch(device) or self.package == "PyTorch"
+            before = plain and device.type != "meta" and self.name in BEFORE_PYTORCH
+            if self.stand_in is not None and (before or not _runs_pytorch(device)):
+                found = self.stand_in(*args, **kwargs, **({"before_pytorch": True} if before else {}))
+                if found is not None:
+                    return found
+            return (self.plain if avoided or _runs_pytorch(device) else self.fast)(*args, **kwargs)
 
         setattr(by_device, _CHOICE, self)
         return by_device
@@ -93,22 +96,23 @@ def let_lapkernels_stand_in(model: nn.Module, whether: bool) -> None:
         each.stand_in = STAND_INS.get(each.name) if whether else None
 
 
-def replaceable(config: Mapping[str, Any]) -> bool:
-    """Whether transformers' model of this config calls a function in whose place lapkernels have theirs."""
+def replaceable(config: Mapping[str, Any]) -> set[str]:
+    """The functions that transformers' model of this config calls and in whose place lapkernels have theirs."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     name = model_type_to_module_name(str(config.get("model_type")))
     try:
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     except ModuleNotFoundError:
-        return False
+        return set()
+    found: set[str] = set()
     for name, value in list(vars(module).items()):
         function = _bound(value)
         # As transformers bound it, or what `choose_by_device` put there.
         choice = getattr(value, _CHOICE, None) or (function and _Choice(value, function, name))
         if choice is not None and choice.name in STAND_INS:
-            return True
-    return False
+            found.add(choice.name)
+    return found
 
 
 def why_not_kernel(
@@ -130,10 +134,14 @@ def why_not_kernel(
     """
     if kernel == "auto":
         return None
-    if not replaceable(config):
+    functions = replaceable(config)
+    if not functions:
         return "transformers, which runs this model, chooses its kernels itself"
+    by_channel = not functions.isdisjoint(BY_CHANNEL)
     found = (
-        why_not(kernel, device, dtype, key_width=width, gated=True, needs_gradient=needs_gradient)
+        why_not(
+            kernel, device, dtype, key_width=width, gated=True, needs_gradient=needs_gradient, by_channel=by_channel
+        )
         for width in sorted({width for width, _ in widths_of(config)})
     )
     return next((each for each in found if each is not None), None)
@@ -161,7 +169,7 @@ def set_kernel(model: Any, kernel: str, device: torch.device) -> None:
         each.kernel = kernel
 
 
-def differentiate_without(model: nn.Module, package: str) -> tuple[str, ...]:
+def differentiate_without(model: nn.Module, package: str, *, keeping: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """Let PyTorch's functions run in the place of a package's where a gradient is needed, on a GPU too.
 
     For a backward pass that is wrong on this machine; it is so for every model of the process, so this holds for all
@@ -170,11 +178,12 @@ def differentiate_without(model: nn.Module, package: str) -> tuple[str, ...]:
     Args:
         model: as `choose_by_device` has left it.
         package: whose functions are meant.
+        keeping: those whose backward pass is right.
 
     Returns:
         These functions' names.
     """
-    found = [each for each in _chosen(model) if each.package == package]
+    found = [each for each in _chosen(model) if each.package == package and each.name not in keeping]
     for each in found:
         each.without_gradient = True
     return tuple(f"{package}'s {each.name}" for each in found)
@@ -196,12 +205,15 @@ def kernels_of(model: nn.Module, device: torch.device | None = None, *, needs_gr
     places = {parameter.device.type: parameter.device for parameter in model.parameters()}
     devices = [device] if device is not None else list(places.values())
     fast = next((each for each in devices if not _runs_pytorch(each)), None)
-    if fast is None:
-        return {each.name: "PyTorch" for each in _chosen(model)} | asked
+    place = fast or next((each for each in devices if each.type == "cpu"), torch.device("meta"))
 
     def runs(each: _Choice) -> str:
-        first = each.stand_in is not None and stands_in(each.name, model, fast, needs_gradient=needs_gradient)
-        return "lapkernels" if first else each.package
+        package = each.package if fast is not None else "PyTorch"
+        plain = package == "PyTorch" and place.type != "meta"
+        first = each.stand_in is not None and (fast is not None or (plain and each.name in BEFORE_PYTORCH))
+        if first and stands_in(each.name, model, place, needs_gradient=needs_gradient, before_pytorch=plain):
+            return "lapkernels"
+        return package
 
     return {each.name: runs(each) for each in _chosen(model)} | asked
 

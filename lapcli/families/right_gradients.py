@@ -8,6 +8,8 @@ from lapcli.errors import FamilyError
 from lapcli.families.library_kernels import differentiate_without, kernels_of
 from lapcli.reporting import Reporter
 
+_BY_CHANNEL = frozenset({"chunk_kda", "fused_recurrent_kda"})
+
 
 def use_right_gradients(model: Any, device: torch.device, reporter: Reporter) -> None:
     """Keep a library's model from fla's gated backward pass where it is wrong; lapcli's own models see to it.
@@ -25,7 +27,9 @@ def use_right_gradients(model: Any, device: torch.device, reporter: Reporter) ->
         if getattr(model.config, "model_type", None) == "gated_deltaproduct":
             raise FamilyError(wrong, "pip install tilelang (with nvcc), or triton 3.7.1 or newer")
         return
-    replaced = differentiate_without(model, "fla")
+    # Nor do those of transformers.
+    by_channel = why_wrong(device, gated=True, needs_gradient=True, by_channel=True)
+    replaced = differentiate_without(model, "fla", keeping=frozenset() if by_channel else _BY_CHANNEL)
     # Whose step by step function is of decoding, which nobody differentiates.
     if replaced and "lapkernels" not in kernels_of(model, device, needs_gradient=True).values():
         reporter.warn(

@@ -198,7 +198,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "lapcli, PyTorch over chunks",
-        ("gated delta rule", "delta rule", "query feedback"),
+        ("gated delta rule", "delta rule", "query feedback", "KDA"),
         "prefill",
         _ANY,
         _ours("delta_rule/chunked.py"),

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lapcli.errors import ModelError
 from lapcli.families import stand_ins
@@ -17,6 +18,7 @@ from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
 from lapcli.machine import Machine
 from lapcli.reporting import SilentReporter
+from lapcli.runtime.prefill import cache_argument
 from lapcli.testing.stock_models import tiny_stock_model
 from lapkernels.delta_rule.api import Choice
 from lapkernels.errors import InvalidInput
@@ -156,6 +158,54 @@ def test_a_kernel_asked_for_by_name_runs_wherever_the_tensors_are(tmp_path, monk
         load_model(source, kernel="triton")
     with pytest.raises(InvalidInput, match="the reference kernel does not take head_first"):
         call(head_first=True, impl="reference")
+
+
+KDA = pytest.mark.skipif("kimi_linear" not in CONFIG_MAPPING, reason="this transformers has no kimi_linear")
+
+
+@KDA
+def test_the_chunked_form_goes_before_the_librarys_pytorch_function(tmp_path, monkeypatch):
+    """Where each key channel has a decay of its own: logits, states and gradients, on a CPU, and as names say it."""
+    source, ran = resolve_model(str(tiny_stock_model("kimi_linear", tmp_path / "m"))), []
+    kernel = stand_ins.delta_rule
+    monkeypatch.setattr(stand_ins, "delta_rule", lambda *a, **k: ran.append(k["impl"]) or kernel(*a, **k))
+    tokens, found = torch.arange(3, 80)[None], []
+    model = load_model(source)
+    for ours in (True, False):
+        let_lapkernels_stand_in(model, ours)
+        assert kernels_of(model)["chunk_kda"] == ("lapkernels" if ours else "PyTorch")
+        model.zero_grad()
+        first = model(input_ids=tokens[:, :66], use_cache=True)
+        first.logits.square().mean().backward()
+        name = cache_argument(model.forward)
+        with torch.no_grad():
+            second = model(input_ids=tokens[:, 66:], use_cache=True, **{name: first[name]})
+        found.append(
+            [first.logits.detach(), second.logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+        )
+        assert (set(ran) == {"chunked"}) == ours
+        ran.clear()
+    let_lapkernels_stand_in(model, True)
+    for mine, librarys in zip(*found, strict=True):
+        # fp32 sums in another order, there and back.
+        assert float((mine - librarys).abs().max()) <= 1e-4 * float(librarys.abs().max())
+    # In the place of fla's on a GPU, by name alone; before PyTorch's also where fla's is not to be differentiated.
+    monkeypatch.setattr(stand_ins, "select_impl", lambda *_, **call: Choice("chunked", str(call["by_channel"])))
+    assert stand_ins.stands_in("chunk_kda", model, CUDA, before_pytorch=True)
+    assert not stand_ins.stands_in("chunk_kda", model, CUDA)
+
+
+@KDA
+def test_a_kernel_asked_for_by_name_for_decays_of_channels(tmp_path, monkeypatch):
+    source, ran = resolve_model(str(tiny_stock_model("kimi_linear", tmp_path / "m"))), []
+    kernel = stand_ins.delta_rule
+    monkeypatch.setattr(stand_ins, "delta_rule", lambda *a, **k: ran.append(k["impl"]) or kernel(*a, **k))
+    with torch.no_grad():
+        load_model(source, kernel="reference")(torch.arange(3, 20)[None])
+    assert set(ran) == {"reference"}
+    with pytest.raises(ModelError, match="--kernel triton cannot run here: triton kernels need a GPU"):
+        load_model(source, kernel="triton")
+    load_model(source)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,9 @@ def test_the_fast_kernels_are_those_that_run(case):
     found = kernels_of(fast)
     chunked = ("chunk_gated", "chunk_scan", "chunk_kda")
     assert {runs for name, runs in found.items() if any(part in name for part in chunked)} == {package}
-    assert set(kernels_of(slow).values()) == {"PyTorch"}
+    # Before transformers' PyTorch function for decays of key channels goes lapkernels' chunked form.
+    before = {"chunk_kda": "lapkernels"} if "chunk_kda" in found else {}
+    assert kernels_of(slow) == dict.fromkeys(found, "PyTorch") | before
 
 
 @pytest.mark.parametrize("which", ["unsliced", "sliced"])
