@@ -133,7 +133,7 @@ def pair_gradients(q, k, x, d_o, beta, total, norms, updates, d_b, d_read, d_era
     """Of one chunk and value head: gradients by `q_t . k_s` and by `x_t . k_s`, and what they give for decay and beta.
 
     d_read, d_erased: [M, HV, C, C].  d_total, d_beta: [M, HV, C], the latter without what comes by way of V and S.
-    BY_CHANNEL: without decays and beta, by which channels differ, and no more than these two.
+    BY_CHANNEL: without decays and beta, by which channels differ, with the mirror image of each, and no more.
     """
     HV: tl.constexpr = H * R
     program = tl.program_id(0)
@@ -160,8 +160,11 @@ def pair_gradients(q, k, x, d_o, beta, total, norms, updates, d_b, d_read, d_era
         inner = at * C * C + (steps[:, None] * C + steps[None, :])
         d_pairs = tl.where(steps[:, None] >= steps[None, :], d_pairs * scale, 0.0)
         d_lower = tl.where(steps[:, None] > steps[None, :], d_lower, 0.0)
-        tl.store(d_read + inner, d_pairs.to(d_read.dtype.element_ty))
-        tl.store(d_erased + inner, d_lower.to(d_erased.dtype.element_ty))
+        tl.store(d_read + inner, d_pairs.to(d_read.dtype.element_ty), mask=steps[:, None] >= steps[None, :])
+        tl.store(d_erased + inner, d_lower.to(d_erased.dtype.element_ty), mask=steps[:, None] >= steps[None, :])
+        mirrored = at * C * C + (steps[None, :] * C + steps[:, None])
+        tl.store(d_read + mirrored, d_pairs.to(d_read.dtype.element_ty), mask=steps[:, None] > steps[None, :])
+        tl.store(d_erased + mirrored, d_lower.to(d_erased.dtype.element_ty), mask=steps[:, None] > steps[None, :])
         return
     q_base = q + row * q_row + first * q_step + head * q_head
     k_base = k + row * k_row + first * k_step + head * k_head

@@ -23,8 +23,8 @@ def gradients_by_channel(q, k, x, v, d_o, beta, total, norms, starts, ends, upda
                          PRECISION: tl.constexpr):  # fmt: skip
     """Of one chunk, key head and block of key channels: dq, dk, dx, dv, dg, and this block's share in dbeta.
 
-    d_q and d_k share strides.  d_read, d_erased: of `pair_gradients`, without decays and beta.  d_beta: [blocks of K,
-    M, HV, C].  UNNORM: as of `channel_gradients`.
+    d_q and d_k share strides.  d_read, d_erased: of `pair_gradients`, without decays and beta, and symmetric.  d_beta:
+    [blocks of K, M, HV, C].  UNNORM: as of `channel_gradients`.
 
     A gate gains by each pair that it lies between, in the part whose halves the two lie in: in the later half by rows
     from its own step on, in the earlier by columns of steps before its own. The identity by `q dq + x dx - k dk` would
@@ -100,31 +100,29 @@ def gradients_by_channel(q, k, x, v, d_o, beta, total, norms, starts, ends, upda
             at_middle = tl.load(sums + (middle[:, None] * K + channels[None, :]), mask=inside, other=0.0)
             apart = running - at_middle
             decay = tl.exp(tl.minimum(tl.where(is_later[:, None], apart, -apart), 0.0).to(tl.float32))
-            meet = is_later[:, None] & ((rows >> level) == (columns >> level) + 1)
             # Loaded whole and cleared then, which takes fewer and longer loads.
+            meet = (rows >> level) == ((columns >> level) ^ 1)
             inner = at * C * C + (rows * C + columns)
-            of_read = tl.load(d_read + inner)
-            of_read = tl.where(meet, of_read, tl.zeros_like(of_read))
-            of_erased = tl.load(d_erased + inner)
-            of_erased = tl.where(meet, of_erased, tl.zeros_like(of_erased))
-            # Of an earlier step the first two products are zero, of a later one the third.
-            column = (decay * k_unit.to(tl.float32)).to(dtype)
-            product = decay * tl.dot(of_read, column, input_precision=PRECISION)
-            grad_q += product
-            gains = q_unit.to(tl.float32) * product
-            product = decay * tl.dot(of_erased, column, input_precision=PRECISION)
+            pairs = tl.load(d_read + inner)
+            pairs = tl.where(meet, pairs, tl.zeros_like(pairs))
+            # What later steps read with meets what earlier ones wrote, and the other way around: one product.
+            mine = tl.where(is_later[:, None], q_unit, k_unit).to(tl.float32)
+            product = decay * tl.dot(pairs, (decay * mine).to(dtype), input_precision=PRECISION)
+            gains = mine * product
+            grad_q += tl.where(is_later[:, None], product, 0.0)
+            grad_k += tl.where(is_later[:, None], 0.0, product)
+            pairs = tl.load(d_erased + inner)
+            pairs = tl.where(meet, pairs, tl.zeros_like(pairs))
+            mine = tl.where(is_later[:, None], strength[:, None] * x_unit.to(tl.float32), k_unit.to(tl.float32))
+            product = decay * tl.dot(pairs, (decay * mine).to(dtype), input_precision=PRECISION)
+            gains += mine * product
+            grad_k += tl.where(is_later[:, None], 0.0, product)
+            product = tl.where(is_later[:, None], product, 0.0)
             of_beta += tl.sum(x_unit.to(tl.float32) * product, 1)
-            product *= strength[:, None]
-            grad_x += product
-            gains += x_unit.to(tl.float32) * product
-            product = tl.dot(tl.trans(of_read), (decay * q_unit.to(tl.float32)).to(dtype), input_precision=PRECISION)
-            column = (strength[:, None] * decay * x_unit.to(tl.float32)).to(dtype)
-            product = decay * tl.dot(tl.trans(of_erased), column, product, input_precision=PRECISION)
-            grad_k += product
-            gains += k_unit.to(tl.float32) * product
-            between = tl.where(is_later[:, None], columns >= rows, columns < rows)
-            between = (between & ((rows >> level) == (columns >> level))).to(dtype)
-            of_g = tl.dot(between, gains.to(dtype), of_g, input_precision=PRECISION)
+            grad_x += strength[:, None] * product
+            passed = tl.where(is_later[:, None], columns >= rows, columns < rows)
+            passed = (passed & ((rows >> level) == (columns >> level))).to(dtype)
+            of_g = tl.dot(passed, gains.to(dtype), of_g, input_precision=PRECISION)
         out = block_k.to(tl.int64) * all_chunks * HV * C + at * C + steps
         tl.store(d_beta + out, of_beta)
         tl.store(d_g + row * d_g_row + first * d_g_step + value_head * d_g_head
