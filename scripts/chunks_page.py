@@ -7,12 +7,13 @@ Of lapkernels' rows of a shape the fastest tiles are shown, which are those that
 """
 
 import argparse
-import json
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from studies.boundary import answer
+from studies.lines import Lines
 from studies.page import put
 
 from lapcli.artifacts.atomic import atomic_file
@@ -23,6 +24,12 @@ _CHUNK = 64
 _COPY, _PRODUCTS = 4.25e12, 780e12
 """Of the H200 that the lines are from: bytes a second of a large copy, operations a second of a large bf16 product."""
 _SHAPE = ("batch", "time", "key_heads", "value_heads", "key_width", "value_width")
+
+_LINES = Lines(
+    {"delta rule": (*_SHAPE, "impl", "kernels_us", "machine", "date", "command")},
+    "kernels/benchmarks/delta_rule.py",
+    unsaid="delta rule",
+)
 
 
 def operations(row: Mapping[str, Any]) -> float:
@@ -116,8 +123,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lines", nargs="?", type=Path, default=_DOCS / "chunks.jsonl")
     parser.add_argument("page", nargs="?", type=Path, default=_DOCS / "chunks.md")
-    given = parser.parse_args()
-    rows = [json.loads(line) for line in given.lines.read_text().splitlines()]
+    answer(parser, None, _do)
+
+
+def _do(given: argparse.Namespace) -> None:
+    rows = _LINES.read([given.lines])
     put(table(rows), given.page, BEGIN, END)
     (given.page.parent / "img").mkdir(exist_ok=True)
     draw(rows, given.page.parent / "img" / "chunks-roofline.svg")

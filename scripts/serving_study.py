@@ -31,7 +31,6 @@ left: 300 s, or another call. These are estimates; of these parts only the last 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,7 +38,8 @@ from pathlib import Path
 from serving.drawn import draw
 from serving.pieces import Evidence, rows_at_most
 from serving.tables import BEGIN, END, put, write
-from studies.arguments import names_of
+from studies.arguments import json_object, names_of
+from studies.boundary import answer, data_files
 
 __all__ = ["BEGIN", "END", "draw", "put", "rows_at_most", "write"]
 
@@ -61,7 +61,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--model", help="directory of a conversion; default: one of drawn weights")
     made.add_argument("--shape", default="smollm2-like", help="of drawn weights: of `lapcli bench decode --config`")
-    made.add_argument("--change", type=json.loads, default={}, help="fields of its config, as JSON")
+    made.add_argument("--change", type=json_object, default={}, help="fields of its config, as JSON")
     made.add_argument("--modes", type=lambda text: text.split(","), default=["adaptive", "never", "static:0.5"])
     made.add_argument("--memory", default="1280MiB", help="of an engine of the conversion")
     made.add_argument("--max-length", type=int, default=8192)
@@ -81,15 +81,20 @@ def main(arguments: Iterable[str] | None = None) -> None:
     made.add_argument("--endurance-seconds", type=float, default=60.0)
     shown = commands.add_parser("write", help="make the tables")
     shown.add_argument("files", type=Path, nargs="+", help="JSON lines; a page to put the tables in comes last")
-    options = parser.parse_args(None if arguments is None else list(arguments))
+    answer(parser, commands, _do, arguments)
+
+
+def _do(options: argparse.Namespace) -> bool | None:
+    """One command; of `run` whether everything is there."""
     if options.command == "run":
-        sys.exit(0 if Evidence(options).run() else 1)
-    page = options.files.pop() if options.files[-1].suffix == ".md" else None
-    tables = write(options.files)
+        return Evidence(options).run()
+    files, page = data_files(options.files)
+    tables = write(files)
     if page is None:
         sys.stdout.write(tables)
     else:
         put(tables, page)
+    return None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What the study compares: ways to convert a model, fractions of its layers, tasks."""
 
+from studies.lines import Lines
+
 _ENTROPY, _LOSS = ("--sensitivity", "entropy"), ("--sensitivity", "loss")
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "loss": ("two states, in order of loss", _LOSS),
@@ -31,5 +33,15 @@ CONVERSION = "dsla"
 """What a line is of."""
 KEYS = ("digest", "arm", "fraction", "seed", "steps", "batch", "seq_len", "lr", "text")
 """What tells a line from others; of two with the same key the later one counts."""
+LINES = Lines(
+    {CONVERSION: (*KEYS, "model", "limit", "machine", "date", "commands", "conversion", "rows")}, "dsla_study.py run"
+)
+"""What `run` writes."""
+SEEN = Lines(
+    {"distance": ("layer", "mixture", "edges", "weight", "mixed", "state 0", "state 1")},
+    "dsla_study.py look",
+    unsaid="distance",
+)
+"""What `look` writes, of a conversion to two states, which `draw` draws."""
 BUDGET = ("digest", "steps", "batch", "seq_len", "lr", "text", "limit")
 """What lines must agree in to be compared."""

@@ -1,8 +1,11 @@
 """Attention by distance, numbers for pictures: the teacher's softmax weights, and what each state contributes."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from studies.documents import read_object
+
+from lapcli.errors import ArtifactError
 
 EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Where the bins of distances begin; a mean over a bin is one number."""
@@ -23,7 +26,8 @@ def look(conversion: Path, text: str, *, samples: int, length: int, device: str)
         `state 0`, ...) the means over the bins that begin at `edges`.
 
     Raises:
-        SystemExit: no model was written.
+        ArtifactError: it is no conversion, or damaged, or no model was written.
+        UsageError: there is no such device.
     """
     import torch
 
@@ -31,26 +35,30 @@ def look(conversion: Path, text: str, *, samples: int, length: int, device: str)
     from lapcli.families.loading import load_model, load_tokenizer
     from lapcli.families.source import resolve_model
     from lapcli.linearising.distance import by_distance
-    from lapcli.linearising.plan import SUMMARY_FILE, Place
+    from lapcli.linearising.plan import Place, holds_conversion
+    from lapcli.machine import Machine
     from lapcli.reporting import SilentReporter
 
-    document = json.loads((conversion / SUMMARY_FILE).read_text())
-    written = {int(path.name.split("-")[0]): path for path in (conversion / "models").glob("*-of-*")}
+    place, where = Place(conversion), Machine(device).torch_device()
+    making = "make one with: lapcli convert MODEL --to dsla --output DIR"
+    if not holds_conversion(conversion):
+        raise ArtifactError(f"{conversion} is no conversion to states: there is no {place.base}", making)
+    prefixes = read_object(place.summary, ("prefixes",), making)["prefixes"]
+    written = {int(number): path for number, path in ((p.name.partition("-")[0], p) for p in _models(place.root))
+               if number.isdigit()}  # fmt: skip
     if not written:
-        raise SystemExit(
-            f"{conversion} has no model written out; lapcli convert --export FRACTION --output {conversion}"
+        raise ArtifactError(
+            f"{conversion} has no model written out", f"lapcli convert --export FRACTION --output {conversion}"
         )
     number = max(written)
-    base, made = resolve_model(str(Place(conversion).base)), resolve_model(str(written[number]))
+    base, made = resolve_model(str(place.base)), resolve_model(str(written[number]))
     ids = token_blocks(
         text, load_tokenizer(base), samples=samples, seq_len=length, seed=0, reporter=SilentReporter()
     ).ids
-    teacher, student = (
-        load_model(source, device=torch.device(device), dtype=torch.float32).eval() for source in (base, made)
-    )
+    teacher, student = (load_model(source, device=where, dtype=torch.float32).eval() for source in (base, made))
     edges = [edge for edge in EDGES if edge < length]
     found: list[dict[str, Any]] = []
-    for prefix in document["prefixes"][:number]:
+    for prefix in prefixes[:number]:
         layer = prefix["layer"]
         parts = {**by_distance(teacher, layer, ids), **by_distance(student, layer, ids)}
         means = {
@@ -59,3 +67,8 @@ def look(conversion: Path, text: str, *, samples: int, length: int, device: str)
         }
         found.append({"layer": layer, "mixture": prefix["mixture"], "edges": edges, **means})
     return found
+
+
+def _models(root: Path) -> list[Path]:
+    """Where models were written out."""
+    return sorted((root / "models").glob("*-of-*"))

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from studies.lines import read_lines
-
+from dsla.arms import SEEN
+from lapcli.analysis.pictures import require_matplotlib
 from lapcli.artifacts import atomic_file
+from lapcli.errors import DataError, UsageError
 
 _NAMES = {
     "weight": "the teacher's softmax weight",
@@ -35,11 +36,19 @@ def draw(lines: Path, picture: Path, *, length: int) -> None:
         length: tokens of the windows that were looked at: where the last bin ends.
 
     Raises:
-        SystemExit: nothing that `look` measured is there.
+        DataError: nothing that `look` measured is there, or a line is damaged or of something else.
+        UsageError: the last bin begins where the windows end, or beyond.
+        LapcliError: matplotlib is not installed.
     """
-    layers = [line for line in read_lines(lines) if "edges" in line]
+    layers = SEEN.read([lines])
     if not layers:
-        raise SystemExit(f"{lines}: no line of `look` is there; make it with: dsla_study.py look CONVERSION {lines}")
+        raise DataError(f"{lines}: no line of `look` is there", f"make it with: dsla_study.py look CONVERSION {lines}")
+    last = max(layer["edges"][-1] for layer in layers)
+    if length <= last:
+        raise UsageError(
+            f"--length {length}: the last bin of {lines} begins at {last}", "name the length that `look` was given"
+        )
+    require_matplotlib()
     import matplotlib
 
     matplotlib.use("Agg")

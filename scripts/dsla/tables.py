@@ -6,13 +6,12 @@ from statistics import mean, stdev
 from typing import Any
 
 from studies import page as page_of
-from studies.lines import read_lines
+from studies.lines import Line
 
-from dsla.arms import ARMS, BASE, BUDGET, CONVERSION, KEYS, LENGTHS, TEACHER
+from dsla.arms import ARMS, BASE, BUDGET, CONVERSION, KEYS, LENGTHS, LINES, TEACHER
 
 BEGIN, END = "<!-- dsla-study: begin -->", "<!-- dsla-study: end -->"
 
-Line = dict[str, Any]
 _SCORES = (
     ("WikiText-2 perplexity", "wikitext", "word_perplexity", 1.0),
     ("LAMBADA perplexity", "lambada", "perplexity", 1.0),
@@ -30,9 +29,10 @@ def write(files: Sequence[Path]) -> str:
     """The tables as Markdown: some for each model and budget, since only those compare.
 
     Raises:
+        DataError: a file is missing, or a line is damaged or of something else.
         SystemExit: there is nothing to show.
     """
-    found = {key_of(line): line for path in files for line in read_lines(path, CONVERSION)}
+    found = {key_of(line): line for line in LINES.read(files, CONVERSION)}
     groups: dict[tuple[Any, ...], list[Line]] = {}
     for line in found.values():
         groups.setdefault(tuple(line[name] for name in BUDGET), []).append(line)

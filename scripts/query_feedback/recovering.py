@@ -10,7 +10,7 @@ from studies.commands import Commands
 from studies.lines import machine
 
 from query_feedback.corpora import RECOVERED_ON, mixture
-from query_feedback.lines import RECOVERY, key_of, read_lines
+from query_feedback.lines import LINES, RECOVERY, key_of
 from query_feedback.variants import NEEDLES, TRAINED
 
 _RANDOM = "rand"
@@ -57,7 +57,7 @@ class Recoveries(Commands):
             recall: the recall documents, by their kind.
         """
         options = self.options
-        there = {key_of(each) for path in (options.output, *options.known) for each in read_lines(path, RECOVERY)}
+        there = {key_of(each) for each in LINES.there(options.output, options.known, RECOVERY)}
         wanted = list(self.cells())
         missing = [cell for cell in wanted if key_of(self._identity(cell, text)) not in there]
         self.say(f"{len(wanted)} models wanted, {len(missing)} to do")

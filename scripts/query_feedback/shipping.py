@@ -7,8 +7,10 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
+from studies.documents import read_object
+
 from query_feedback.corpora import MIXTURES, RECALL
-from query_feedback.lines import RUN, TRAINING, read_lines
+from query_feedback.lines import LINES, RUN, TRAINING
 from query_feedback.variants import TRAINED_LENGTH, VARIANTS
 
 LIMIT = 14_000_000
@@ -91,12 +93,15 @@ def ship(files: Sequence[Path], work: Path, output: Path, variant: str, seed: in
         shares: of the text's files among its characters.
 
     Raises:
+        ArtifactError: a file of the training is missing or damaged.
+        DataError: a file of lines is missing, or a line is damaged.
         SystemExit: the model or its measurements are not there, are not of each other, or are too large.
     """
     trained = work / f"{variant}-{seed}" / "trained"
-    record = _read(trained.parent / "training" / "training.json")["record"]
-    digest = record["digest"]
-    lines = [line for path in files for line in read_lines(path, TRAINING)]
+    training = trained.parent / "training" / "training.json"
+    making = f"train it first: query_feedback_study.py run --variants {variant} --seeds {seed} --work {work} ..."
+    digest = read_object(training, ("record",), making)["record"].get("digest")
+    lines = LINES.read(files, TRAINING)
     line = next((line for line in lines if (line.get("training") or {}).get("digest") == digest), None)
     if line is None or (line["variant"], line["seed"]) != (variant, seed):
         raise SystemExit(f"{trained} has no line in {', '.join(map(str, files))}: run and measure it first")
@@ -109,7 +114,7 @@ def ship(files: Sequence[Path], work: Path, output: Path, variant: str, seed: in
         for file in sorted(trained.iterdir()):
             if file.name not in _LEFT_BEHIND:
                 shutil.copyfile(file, temporary / file.name)
-        config = _read(trained / "config.json")
+        config = read_object(trained / "config.json")
         (temporary / "README.md").write_text(_card(output.name, config, line, shares), encoding="utf-8")
         log = {name: line[name] for name in (*RUN, "machine", "date", "versions", "rows")}
         log |= {"seconds": line["seconds"], "training": line["training"]}
@@ -121,13 +126,6 @@ def ship(files: Sequence[Path], work: Path, output: Path, variant: str, seed: in
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return f"{output}: {size / 1e6:.1f} MB; next: python scripts/shipped_models.py, and commit both\n"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise SystemExit(f"{path}: {error}") from error
 
 
 def _card(name: str, config: Mapping[str, Any], line: dict[str, Any], shares: Mapping[str, float]) -> str:

@@ -7,14 +7,14 @@ from statistics import mean, stdev
 from typing import Any
 
 from studies import page as page_of
+from studies.lines import Line
 
 from query_feedback.corpora import MIXTURES
-from query_feedback.lines import PILOT, RECOVERY, THROUGHPUT, TRAINING, key_of, read_lines
+from query_feedback.lines import LINES, PILOT, RECOVERY, THROUGHPUT, TRAINING, key_of
 from query_feedback.variants import BASE, NEEDLES, TRAINED, TRAINED_LENGTH, UNTRAINED, VARIANTS
 
 BEGIN, END = "<!-- query-feedback-study: begin -->", "<!-- query-feedback-study: end -->"
 
-Line = dict[str, Any]
 Column = tuple[str, int | None]
 _BUILTIN: Column = ("builtin", None)
 
@@ -23,9 +23,10 @@ def write(files: Sequence[Path]) -> str:
     """The tables as Markdown: one for each budget, text, number of prompts, since only those compare.
 
     Raises:
+        DataError: a file is missing, or a line is damaged or of something else.
         SystemExit: there is nothing to show.
     """
-    found = {key_of(each): each for path in files for each in read_lines(path)}
+    found = {key_of(each): each for each in LINES.read(files)}
     parts: list[str] = []
     for kind, shown, compare in (
         (TRAINING, _tables, ("tokens", "text", "limit", "dtype", "mixture", "batch", "optimizer", "lr")),

@@ -7,7 +7,7 @@ from typing import Any
 from studies.commands import Commands
 from studies.lines import machine
 
-from query_feedback.lines import THROUGHPUT, key_of, read_lines
+from query_feedback.lines import LINES, THROUGHPUT, key_of
 
 
 class Throughput(Commands):
@@ -17,7 +17,7 @@ class Throughput(Commands):
         """Everything that is not there yet; whether all of it is there now."""
         options = self.options
         where = machine()
-        there = {key_of(each) for path in (options.output, *options.known) for each in read_lines(path, THROUGHPUT)}
+        there = {key_of(each) for each in LINES.there(options.output, options.known, THROUGHPUT)}
         missing: dict[str, tuple[int, ...]] = {}
         for name in options.variants:
             wanted = {"kind": THROUGHPUT, "variant": name, "batch": options.batch, "dtype": options.dtype}

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from studies.lines import read_lines
+from studies.lines import Line, Lines
 
 MODES, FIXED, ENDURANCE = "mode", "fixed memory", "endurance"
 """What a line is of: a mode of serving a conversion, a model at a memory, many requests and the growth of memory."""
-
-Line = dict[str, Any]
 
 TRACE = ("model", "machine", "dtype", "trace", "requests", "time_scale", "length_scale", "max_length", "memory", "caps")
 """What lines of modes have in common that compare."""
@@ -20,6 +18,16 @@ _KEYS = {
     FIXED: (*MEMORY, "model"),
     ENDURANCE: ("model", "machine", "concurrency"),
 }
+_SAID = ("machine", "date", "figures", "command")
+LINES = Lines(
+    {
+        MODES: (*_KEYS[MODES], *_SAID, "drawn"),
+        FIXED: (*_KEYS[FIXED], *_SAID, "rows", "peak_memory_bytes"),
+        ENDURANCE: (*_KEYS[ENDURANCE], *_SAID),
+    },
+    "serving_study.py run",
+)
+"""What `run` writes."""
 
 
 def key_of(line: Line) -> tuple[Any, ...]:
@@ -28,9 +36,5 @@ def key_of(line: Line) -> tuple[Any, ...]:
 
 
 def lines_of(files: Sequence[Path], kind: str) -> list[Line]:
-    """The lines of a kind, each key once."""
-    found: dict[tuple[Any, ...], Line] = {}
-    for file in files:
-        for line in read_lines(file, kind):
-            found[key_of(line)] = line
-    return list(found.values())
+    """The lines of a kind, each key once; errors as of `studies.lines.Lines.read`."""
+    return list({key_of(line): line for line in LINES.read(files, kind)}.values())

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from studies.commands import Commands
-from studies.lines import machine
+from studies.lines import Line, machine
 
-from lapcli.errors import LapcliError, ModelError
+from lapcli.errors import LapcliError, ModelError, UsageError
 from serving.drawn import DRAWN, draw
-from serving.lines import ENDURANCE, FIXED, MODES, Line, key_of, lines_of
+from serving.lines import ENDURANCE, FIXED, LINES, MODES, key_of
 
 SCALES = tuple(2.0 ** (-step / 2) for step in range(-4, 16))
 """Of the trace's time, from slow to fast, among which one is chosen."""
@@ -38,17 +38,44 @@ class Evidence(Commands):
     """
 
     def run(self) -> bool:
-        """Everything that is wanted and not there yet, as long as there is time; whether all of it is there now."""
+        """Everything that is wanted and not there yet, as long as there is time; whether all of it is there now.
+
+        Raises:
+            LapcliError: what is named is not there or makes no sense; found before anything is made.
+        """
         options = self.options
         options.workers = 1
+        self._check()
+        self.there = {key_of(line) for line in LINES.there(options.output, options.known)}
         self.work.mkdir(parents=True, exist_ok=True)
-        self.there = {
-            key_of(line)
-            for kind in (MODES, FIXED, ENDURANCE)
-            for line in lines_of([options.output, *options.known], kind)
-        }
         self.where = machine()
         return self.each(options.parts, self._part)
+
+    def _check(self) -> None:
+        """Look at what the parts will want, since each would find out by itself, after minutes of work."""
+        from lapcli.benchmarks.speed.configs import CONFIGS
+        from lapcli.families.source import resolve_model
+        from lapcli.linearising.plan import holds_conversion
+        from lapcli.serving.modes import parse_modes
+        from lapcli.serving.replay_trace import read_trace
+        from lapcli.stages.planning import memory_bytes
+
+        options = self.options
+        if {"modes", "near", "fixed"}.intersection(options.parts):
+            read_trace(options.trace)
+        if {"modes", "near"}.intersection(options.parts):
+            parse_modes(",".join(options.modes))
+            memory_bytes(options.memory)
+            if options.model is None and options.shape not in CONFIGS:
+                raise UsageError(f"--shape {options.shape!r} is none of {', '.join(CONFIGS)}")
+            if options.model is not None and not holds_conversion(options.model):
+                raise ModelError(
+                    f"--model {options.model} is no conversion to states",
+                    "make a conversion: lapcli convert MODEL --to dsla --output DIR; without --model, one is drawn",
+                )
+        if "fixed" in options.parts:
+            memory_bytes(options.gdn_memory)
+            resolve_model(options.gdn)
 
     @property
     def left(self) -> float:

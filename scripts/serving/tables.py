@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from studies import page as page_of
+from studies.lines import Line
 
-from serving.lines import ENDURANCE, FIXED, MEMORY, MODES, TRACE, Line, lines_of
+from serving.lines import ENDURANCE, FIXED, MEMORY, MODES, TRACE, lines_of
 
 BEGIN, END = "<!-- serving-study: begin -->", "<!-- serving-study: end -->"
 
@@ -27,6 +28,7 @@ def write(files: Sequence[Path]) -> str:
     """The tables as Markdown.
 
     Raises:
+        DataError: a file is missing, or a line is damaged or of something else.
         SystemExit: there is nothing to show.
     """
     parts = [_modes(lines) for lines in _alike(lines_of(files, MODES), TRACE)]

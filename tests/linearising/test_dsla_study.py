@@ -257,6 +257,9 @@ def test_a_group_of_commands_ends_before_the_others(tmp_path):
     [
         (["--arms", "loss,three"], "'three' is none of loss, dual"),
         (["--fractions", "25"], "more than all"),
+        (["--seeds", "x"], "'x' is no whole number"),
+        (["--workers", "0"], "'0' is less than 1"),
+        (["--tasks", "wikitxt"], "wikitxt"),
     ],
 )
 def test_what_makes_no_sense_is_refused(faked, capsys, arguments, said):
@@ -311,6 +314,43 @@ def test_what_was_changed_is_packed_and_the_model_made_again(made, tmp_path, cap
     other = tiny_source("llama", tmp_path / "other", rms_norm_eps=1e-5).path
     with pytest.raises(SystemExit, match="is for the teacher"):
         study.main(["unpack", str(other), str(file), str(tmp_path / "third")])
+    # As any file that this user makes.
+    (tmp_path / "plain").touch()
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    teacher, third = str(tmp_path / "teacher"), tmp_path / "third"
+    (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:-9])
+    (tmp_path / "tiny.yaml").write_text("model: 1\n")
+    for packed, said in (
+        ("cut.safetensors", "truncated or damaged"),
+        ("tiny.yaml", "truncated or no safetensors file"),
+        ("nosuch", "there is no"),
+        (model / "model.safetensors", "none that `pack` wrote"),
+    ):
+        assert said in exit_code(["unpack", teacher, str(tmp_path / packed), str(third)])
+        assert not third.exists()
+    said = exit_code(["unpack", teacher, str(file), str(tmp_path / "again")])
+    assert "again exists already" in said
+    assert "--overwrite" not in said
+    assert "is no directory" in exit_code(["unpack", str(tmp_path / "nosuch"), str(file), str(third)])
+
+
+def test_only_what_a_conversion_wrote_is_packed_or_looked_at(tmp_path):
+    model, nothing = tiny_source("llama", tmp_path / "teacher").path, tmp_path / "nosuch"
+    output = tmp_path / "out"
+    for command, said in (("pack", "has no dual_state"), ("look", "is no conversion")):
+        assert said in exit_code([command, str(model), str(output)])
+    assert "is no directory" in exit_code(["pack", str(nothing), str(output)])
+    assert f"{nothing} is no conversion" in exit_code(["look", str(nothing), str(output)])
+    half = tmp_path / "half"
+    shutil.copytree(model, half / "base")
+    assert "conversion.json cannot be read" in exit_code(["look", str(half), str(output)])
+    (half / "conversion.json").write_text("{")
+    assert "conversion.json is damaged" in exit_code(["look", str(half), str(output)])
+    assert exit_code(["look", str(half), str(output), "--device", "abacus"]) == 2
+    assert not output.exists()
+    job = ["run", "--work", str(tmp_path / "work"), "--output", str(tmp_path / "lines.jsonl")]
+    assert "nosuch is no directory" in exit_code([*job, "--model", str(nothing)])
+    assert "cannot be opened" in exit_code(["prepare", str(nothing), str(output)])
 
 
 def test_a_conversion_is_looked_at_layer_by_layer(made, tmp_path):
@@ -344,5 +384,14 @@ def test_distances_are_drawn_a_panel_a_layer_and_the_same_each_time(tmp_path):
     assert drawn == (tmp_path / "two.svg").read_text()
     for words in ("layer 25", "layer 18", "history", "recency", "share of history in the mixture"):
         assert words in drawn
-    with pytest.raises(SystemExit, match=r"dsla_study\.py look"):
-        study.main(["draw", str(tmp_path / "nothing.jsonl"), str(tmp_path / "three.svg")])
+    three = tmp_path / "three.svg"
+    (tmp_path / "x.jsonl").write_text('{"a":1}\n')
+    (tmp_path / "cut.jsonl").write_text((ROOT / "docs" / "dsla.jsonl").read_text()[:3000])
+    for name, said in (("nothing", "cannot be read"), ("x", "line 1: lacks layer"), ("cut", "no line of `look`")):
+        found = exit_code(["draw", str(tmp_path / f"{name}.jsonl"), str(three)])
+        assert said in found
+        assert "dsla_study.py look" in found
+    assert exit_code(["draw", str(tmp_path / "seen.jsonl"), str(three), "--length", "4"]) == 2
+    assert exit_code(["draw", str(tmp_path / "seen.jsonl"), str(tmp_path / "o.foo")]) == 2
+    assert not three.exists()
+    assert not (tmp_path / "o.foo").exists()

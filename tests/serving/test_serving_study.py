@@ -98,6 +98,7 @@ def test_other_pieces_have_tables_too(lines, tmp_path):
     page.write_text(PAGE)
     study.main(["write", str(lines), str(page)])
     assert page.read_text() == PAGE.replace("old\n", table)
+    (tmp_path / "nothing").write_text("")
     with pytest.raises(SystemExit, match="no lines"):
         study.write([tmp_path / "nothing"])
     assert study.BEGIN in (ROOT / "docs" / "serve.md").read_text()
@@ -115,6 +116,13 @@ class Pieces(Evidence):
         return 1.0
 
 
+def conversion(tmp_path):
+    """What passes for one until it is served."""
+    (tmp_path / "C" / "base").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "C" / "base" / "config.json").write_text("{}")
+    return tmp_path / "C"
+
+
 def options(tmp_path, *more):
     arguments = ["run", "--trace", str(tmp_path / "trace.csv"), "--work", str(tmp_path), "--output",
                  str(tmp_path / "out.jsonl"), "--time-scale", "0.5", "--replay-seconds", "3", *more]  # fmt: skip
@@ -129,7 +137,9 @@ def test_pieces_that_are_there_are_not_measured_again(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(Pieces, "asked", asked, raising=False)
     monkeypatch.setattr(study, "Evidence", Pieces)
-    _, arguments = options(tmp_path, "--parts", "modes", "--model", str(tmp_path / "C"), "--modes", "never,adaptive")
+    _, arguments = options(
+        tmp_path, "--parts", "modes", "--model", str(conversion(tmp_path)), "--modes", "never,adaptive"
+    )
     for count, extra in ((5, ()), (1, ()), (1, ("--seconds", "20", "--max-length", "99")), (3, ("--max-length", "99"))):
         # Costs, which a file holds afterwards, and each mode twice; servers only where there is time.
         asked.clear()
@@ -149,7 +159,7 @@ def test_half_the_load_is_twice_the_time(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(Pieces, "asked", asked, raising=False)
     monkeypatch.setattr(study, "Evidence", Pieces)
-    _, arguments = options(tmp_path, "--parts", "near", "--model", str(tmp_path / "C"), "--replay-seconds", "20")
+    _, arguments = options(tmp_path, "--parts", "near", "--model", str(conversion(tmp_path)), "--replay-seconds", "20")
     with pytest.raises(SystemExit):
         study.main(arguments)
     _, simulated, served = asked
@@ -186,7 +196,7 @@ def test_what_fails_ends_nothing_else(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Failing, "asked", asked, raising=False)
     monkeypatch.setattr(study, "Evidence", Failing)
     monkeypatch.setattr("serving.pieces.rows_at_most", lambda *_: 99)
-    more = ["--model", str(tmp_path / "C"), "--modes", "adaptive,never"]
+    more = ["--model", str(conversion(tmp_path)), "--modes", "adaptive,never"]
     _, arguments = options(tmp_path, "--parts", "modes,fixed,endurance,near", *more)
     with pytest.raises(SystemExit) as ended:
         study.main(arguments)
@@ -202,6 +212,34 @@ def test_what_fails_ends_nothing_else(tmp_path, monkeypatch, capsys):
     for words in ("adaptive, served: lapcli replay: exit code 1", "0.5 cut: the engine died", "ZeroDivisionError"):
         assert words in said
     assert "1 of 4 done" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--trace", "nosuch"], "nosuch"),
+        (["--known", "nosuch.jsonl"], "nosuch.jsonl cannot be read"),
+        (["--model", "nosuch"], "--model nosuch is no conversion"),
+        (["--modes", "never,sometimes"], "'sometimes' is none of"),
+        (["--shape", "nosuch"], "--shape 'nosuch' is none of"),
+        (["--memory", "much"], "much"),
+        (["--gdn", "demo:nosuch"], "nosuch"),
+        (["--change", "{"], "is no JSON"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_is_named_is_looked_at_before_anything_is_made(tmp_path, monkeypatch, capsys, more, said):
+    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:01.0,10,2\n")
+    asked = []
+    monkeypatch.setattr(Pieces, "asked", asked, raising=False)
+    monkeypatch.setattr(study, "Evidence", Pieces)
+    _, arguments = options(tmp_path, "--work", str(tmp_path / "work"), *more)
+    with pytest.raises(SystemExit) as ended:
+        study.main(arguments)
+    assert said in f"{ended.value.code}{capsys.readouterr().err}"
+    assert ended.value.code not in (0, 1)
+    assert not asked
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_drawn_conversion_is_one(tmp_path):

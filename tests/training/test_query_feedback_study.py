@@ -201,11 +201,10 @@ def test_other_numbers_of_prompts_are_measured_and_stand_in_a_table_of_their_own
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("write page.md", "name the JSON lines"),
         ("run --text nowhere.jsonl --work w --output o", "nowhere.jsonl: No such file"),
         ("prepare nowhere made.jsonl", "gutenberg_train.jsonl.xz cannot be opened"),
     ],
-    ids=["no lines", "no text", "no raw texts"],
+    ids=["no text", "no raw texts"],
 )
 def test_what_is_missing_is_named_in_a_line(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -217,10 +216,15 @@ def test_what_is_missing_is_named_in_a_line(arguments, said, tmp_path, monkeypat
     ("command", "arguments", "said"),
     [
         ("recover", ["--methods", "l2"], "'l2' is none of"),
+        ("run", ["--seeds", "x"], "argument --seeds: 'x' is no whole number; values with commas are wanted"),
+        ("run", ["--lr", "fast"], "argument --lr: 'fast' is no number"),
+        ("run", ["--batch-tokens", "many"], "argument --batch-tokens: 'many' is no whole number"),
+        ("pilot", ["--rates", "0.1,"], "argument --rates: '' is no number"),
+        ("run", ["--workers", "0"], "argument --workers: '0' is less than 1"),
         ("run", ["--optimizer", "adamw,muon"], "one name is wanted"),
         ("ship", ["lines", "--variant", "gdn"], "invalid choice: 'gdn'"),
     ],
-    ids=["selector", "two optimisers", "no Q-Delta"],
+    ids=["selector", "seed", "rate", "batch", "rates", "workers", "two optimisers", "no Q-Delta"],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(command, arguments, said, capsys):
     with pytest.raises(SystemExit):
@@ -584,6 +588,7 @@ def test_what_ships_holds_no_place_of_the_machine_and_is_refused_where_it_is_too
     (trained.parent / "training").mkdir()
     (trained.parent / "training" / "training.json").write_text(json.dumps({"record": {"digest": "d" * 64}}))
     ask = ["ship", str(runs), "--work", str(work), "--output", str(output)]
+    runs.write_text("")
     with pytest.raises(SystemExit, match="has no line"):
         study.main(ask)
     made = line("qdelta", 0)
