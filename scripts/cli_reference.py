@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli-reference.md"
 _EXIT_CODES = (
     "Exit codes: 0 done, 1 a failure with a message, 2 usage, 3 the result is there but a check that was asked for "
     "does not hold, 130 interrupted.\nProgress, tables and messages go to stderr; with `--json` the result goes to "
-    "stdout, alone."
+    "stdout, alone, and not into tables. `--quiet` silences progress and notices, with `--json` and without."
 )
 
 

@@ -91,7 +91,7 @@ def run(
         }
         display.would_do(facts, as_json)
         return
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     with directory.lock():
         analysis, worked, written = analyse(
             inputs, settings, folder, machine=machine, overwrite=overwrite, reporter=reporter
@@ -100,8 +100,7 @@ def run(
     if as_json:
         files = [str(path) for path in written]
         display.emit({"analysis": str(folder / ANALYSIS_FILE), "worked": worked, **summary, "files": files})
-        return
-    if not quiet:
+    elif not quiet:
         _show(summary)
     done = "analysed" if worked else "nothing to measure, it is there already; tables and pictures were made anew"
     display.closing(f"{done}: {folder} ({len(written)} tables and pictures)", quiet=quiet)

@@ -235,17 +235,16 @@ def _speed(
         }
         display.would_do({name: value for name, value in facts.items() if value}, as_json)
         return
-    said = quiet or as_json
     clock = Budget(budget)
     facts = machine_facts(device, copy_bandwidth(device), product_rate(device, dtype))
-    if not said:
+    if not quiet:
         display.closing(
             f"{facts['device']}: copies {facts['copy_bytes'] / 1e9:.4g} GB/s, products "
             f"{facts['product_flops'] / 1e12:.3g} TFLOP/s, {str(dtype).removeprefix('torch.')}"
         )
     command = "lapcli " + shlex.join(_without_paths(sys.argv[1:]))
     results = Results(
-        command, facts, path=output, budget=clock, each=None if said else lambda row: display.closing(_line(row)),
+        command, facts, path=output, budget=clock, each=None if quiet else lambda row: display.closing(_line(row)),
         subjects=[one.to_json() for some in work.subjects for one in some], quick=request.quick,
     )  # fmt: skip
     measure(work, results, device, dtype, seed=seed, first_config=first_config)
@@ -255,7 +254,7 @@ def _speed(
         display.emit(results.to_json())
     elif not quiet:
         _show(results, request.kind)
-    if not said:
+    if not quiet:
         written = [str(path) for path in (output, plot) if path is not None]
         display.closing(f"measured: {', '.join(written)}" if written else "measured; --output FILE keeps the rows")
 
@@ -326,7 +325,7 @@ def _show(results: "Results", kind: str) -> None:
 def _stage(kind: str, model: str, quick: bool, machine: tuple[str, str, str, bool], as_json: bool, quiet: bool) -> None:
     from lapcli.cli import display
 
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     if kind == "selection":
         rows = _selection(quick, reporter)
     elif kind == "calibration":

@@ -63,7 +63,7 @@ def run(
     from lapcli.reporting import SilentReporter
     from lapcli.stages.calibration import assist, calibrate, check_calibration, existing_calibration
 
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     source.check_tokenizer()
     for part in parse_mixture(settings.data):
         check_source(part.name)
@@ -108,6 +108,5 @@ def run(
         display.emit(
             {"calibration": str(target), "worked": worked, "tokens": record["tokens"], "corpus": record["corpus"]}
         )
-        return
     done = "calibrated" if worked else "nothing to do, it is there already"
     display.closing(f"{done}: {target}\nnext: lapcli select --ratio 0.5{options.run_flag(run_path)}", quiet=quiet)

@@ -230,10 +230,9 @@ def _to_qdelta(
         there, _wrong = check_output(plan, output, overwrite=overwrite)
         display.would_do({**document, "writes": str(output), "there_already": there}, as_json)
         return
-    worked = convert_into(plan, output, overwrite=overwrite, reporter=display.DisplayReporter(quiet or as_json))
+    worked = convert_into(plan, output, overwrite=overwrite, reporter=display.DisplayReporter(quiet))
     if as_json:
         display.emit({"converted": str(output), "worked": worked, **document})
-        return
     done = "converted" if worked else "nothing to do, it is there already"
     display.closing(
         f"{done}: {output} ({document['added_parameters']:,} numbers more; it computes {document['computes']})\n"

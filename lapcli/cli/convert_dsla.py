@@ -81,7 +81,7 @@ def to_dsla(
     if dry_run:
         display.would_do(plan.document(), as_json)
         return
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     if settings.layer.window is None and plan.done < plan.number:
         reporter.notice(f"kernel: {choice.name} ({choice.reason}) in new layers, on {machine.torch_device()}")
     result = linearise_into(
@@ -90,8 +90,7 @@ def to_dsla(
     )  # fmt: skip
     if as_json:
         display.emit(result.document())
-        return
-    if not quiet:
+    elif not quiet:
         _show(result.document())
     done = "converted" if result.worked else "nothing to do, it is there already"
     display.closing(
@@ -124,12 +123,9 @@ def export(fraction: str, output: Path, destination: Path | None, *, overwrite: 
     if dry_run:
         display.would_do({"layers": number, "reads": str(output), "writes": str(place)}, as_json)
         return
-    worked = export_prefix(
-        output, number, place, overwrite=overwrite, reporter=display.DisplayReporter(quiet or as_json)
-    )
+    worked = export_prefix(output, number, place, overwrite=overwrite, reporter=display.DisplayReporter(quiet))
     if as_json:
         display.emit({"converted": str(place), "layers": number, "worked": worked})
-        return
     done = "written" if worked else "nothing to do, it is there already"
     display.closing(f"{done}: {place}, {number} layers converted{context.loading(place)}", quiet=quiet)
 

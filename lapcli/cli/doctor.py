@@ -78,7 +78,7 @@ def run(
         )
         return
     most = limit if limit is not None else None if thorough else LIMIT
-    found = diagnose(where, thorough=thorough, limit=most, reporter=display.DisplayReporter(quiet or as_json))
+    found = diagnose(where, thorough=thorough, limit=most, reporter=display.DisplayReporter(quiet))
     if as_json:
         display.emit(found.to_json())
     elif not quiet:
@@ -96,7 +96,7 @@ def run(
             f"--require-fast: {'; '.join(f'{use.work} runs the {use.name} kernel ({use.reason})' for use in slow)}",
             "install 'lapcli[gpu]' on a machine with a CUDA device, or drop --require-fast",
         )
-    display.closing("what will be used here is right", quiet=quiet or as_json)
+    display.closing("what will be used here is right", quiet=quiet)
 
 
 def _show(found: "Diagnosis") -> None:

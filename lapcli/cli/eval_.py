@@ -134,7 +134,7 @@ def run(
             directory.evaluation, models, tasks, settings, options=chosen_options, machine=machine, overwrite=overwrite
         )
         return
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     with directory.lock():
         evaluation, worked = evaluate_into(
             directory.evaluation,
@@ -150,8 +150,8 @@ def run(
         display.emit(evaluation.to_json())
     else:
         display.evaluation(evaluation, quiet=quiet)
-        done = "evaluated" if worked else "nothing to do, all of it was measured already"
-        display.closing(f"{done}: {directory.evaluation}", quiet=quiet)
+    done = "evaluated" if worked else "nothing to do, all of it was measured already"
+    display.closing(f"{done}: {directory.evaluation}", quiet=quiet)
     _raise_failures(evaluation, checks, plan.lengths)
 
 

@@ -108,7 +108,7 @@ def run(
     length = max(len(ids) for ids in tokens) + max_new_tokens - 1
     rows = min(len(texts), batch_size or 64)
     room: dict[str, Any] = {"max_rows": rows, "max_length": length, "state_dtype": states}
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     _warn_of_length(source, length, reporter)
     if dry_run:
         display.would_do(_dry(source, where, precision, tokens, rows, settings), as_json)
@@ -151,7 +151,7 @@ def _generate(
         # Whoever read has enough; what Python still holds back at its end must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
-    _close(done, quiet=quiet or as_json)
+    _close(done, quiet=quiet)
 
 
 class _Writer:

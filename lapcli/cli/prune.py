@@ -59,7 +59,7 @@ def run(
     from lapcli.stages.calibration import assist, existing_calibration
     from lapcli.stages.pruning import plan_document, plan_pruning, prune
 
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     plan = plan_pruning(source, calibration, selection, directory, overwrite=overwrite)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     check_processes(gpus, device, samples=calibration.samples)
@@ -99,8 +99,7 @@ def run(
         )
     if as_json:
         display.emit(result.document(directory))
-        return
-    if not quiet:
+    elif not quiet:
         before, after = result.plan.bytes_before, result.plan.bytes_after
         rows = [
             ["key width a head", str(plan.width.original), str(plan.width.width)],

@@ -141,7 +141,7 @@ def run(
 
     feedback = plan_feedback(student, settings, directory)
 
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     machine = Machine(device, dtype, kernel, require_fast, trust_remote_code)
     check_processes(gpus, device, settings.batch)
     _check_machine(student, guide, machine, teacher_device, sharding)
@@ -206,8 +206,6 @@ def run(
             f"{result.record['step']}",
             "pass a lower --lr, and --restart",
         )
-    if as_json:
-        return
     made = "trained alike" if settings.control else "recovered"
     done = made if result.worked else "nothing to do, it is there already"
     tasks = "builtin niah"

@@ -154,7 +154,7 @@ def run(
     limit = DEFAULT_INCREASE if wish.limit is None else wish.limit
     arrivals = read_trace(trace)[:requests]
     plain = make_sessions(arrivals, turns, seed)
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     said = make_sessions(scaled(arrivals, time_scale, length_scale), turns, seed)
     head: dict[str, Any] = {"trace": trace.name, "turns": turns, "seed": seed, "time_scale": time_scale}
     head |= {"length_scale": length_scale, **_lengths(plain)}
@@ -262,11 +262,22 @@ def _serve_modes(
 
     assert engine.model is not None
     results: Results = {}
-    for mode in modes:
-        log = None if output is None else output.with_name(f"{output.name}.{mode.name.replace(':', '-')}.log")
-        reporter.notice(f"{mode.name}: lapcli serve {engine.model} {' '.join(engine.options(mode, wish))}")
-        with started(engine.model, engine.options(mode, wish), log) as url:
-            results[mode.name] = asyncio.run(_send(turns, url, named, seed, reporter, mode.name))
+    logs: list[Path] = []
+    try:
+        for mode in modes:
+            log = None if output is None else output.with_name(f"{output.name}.{mode.name.replace(':', '-')}.log")
+            logs += [] if log is None else [log]
+            reporter.notice(f"{mode.name}: lapcli serve {engine.model} {' '.join(engine.options(mode, wish))}")
+            with started(engine.model, engine.options(mode, wish), log) as url:
+                results[mode.name] = asyncio.run(_send(turns, url, named, seed, reporter, mode.name))
+    except Exception:
+        # What a server said tells why it failed.
+        raise
+    except BaseException:
+        # An interrupted replay keeps nothing.
+        for log in logs:
+            log.unlink(missing_ok=True)
+        raise
     return results
 
 

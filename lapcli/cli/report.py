@@ -61,7 +61,6 @@ def run(
                 "problems": list(made.problems),
             }
         )
-        return
     reporter = display.DisplayReporter(quiet)
     for problem in made.problems:
         reporter.warn(f"not in the report: {problem}")

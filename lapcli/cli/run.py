@@ -120,7 +120,7 @@ def run(
         else:
             display.facts("would do (nothing was done)", _in_words(plan, pruning, source, directory))
         return
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     with directory.lock():
         result = prune(
             source,
@@ -160,8 +160,7 @@ def run(
         document = result.document(directory)
         document["recovery"] = recovery.document() if recovery else None
         display.emit({**document, "evaluation": evaluation.to_json() if evaluation else None})
-        return
-    if evaluation is not None:
+    elif evaluation is not None:
         display.evaluation(evaluation, quiet=quiet)
     made = recovery.output if recovery else directory.sliced
     display.closing(f"done: {made}{context.loading(made)}", quiet=quiet)

@@ -51,7 +51,7 @@ def run(
         facts = {"calibration": str(place), "method": method, "key width": str(width), "writes": str(target)}
         display.would_do(facts, as_json)
         return
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     with directory.lock():
         selected, worked = select(artifact, settings, target, overwrite=overwrite, reporter=reporter)
         directory.note(artifact.lineage.model, "select", {"settings": settings.document(), "output": str(target)})
@@ -60,6 +60,5 @@ def run(
         display.emit(
             {"selection": str(target), "worked": worked, "kept_width": width.width, "layers": record["layers"]}
         )
-        return
     done = "selected" if worked else "nothing to do, it is there already"
     display.closing(f"{done}: {target}, {width}\nnext: lapcli slice{options.run_flag(run_path)}", quiet=quiet)

@@ -205,7 +205,7 @@ def run(
         trust_remote_code=trust_remote_code,
         **({} if found is None else found.settings),
     )
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     if made_for is not None and settings.max_length > made_for:
         reporter.warn(f"requests of up to {settings.max_length} tokens; {source.name} was made for {made_for}")
     if not is_loopback(host) and not len(keys):
@@ -244,7 +244,7 @@ def _serve(running: "Running", what: str, *, as_json: bool, quiet: bool) -> None
             sys.stdout.flush()
         display.closing(
             f"serving {what} as {running.name} at {running.url}/v1; Ctrl-C ends what is under way, then the server",
-            quiet=quiet or as_json,
+            quiet=quiet,
         )
 
     log_libraries()

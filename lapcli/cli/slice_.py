@@ -41,7 +41,7 @@ def run(
     if dry_run:
         display.would_do({**facts, "writes": str(target)}, as_json)
         return
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     with directory.lock():
         _plan, worked = slice_into(source, chosen, target, overwrite=overwrite, reporter=reporter)
         if worked and target == directory.sliced:
@@ -49,7 +49,6 @@ def run(
         directory.note(source.describe(), "slice", {"selection": str(chosen.path), "output": str(target)})
     if as_json:
         display.emit({"sliced": str(target), "worked": worked, **facts})
-        return
     done = "sliced" if worked else "nothing to do, it is there already"
     display.closing(
         f"{done}: {target} (state {display.size(plan.state_bytes_before)} -> {display.size(plan.state_bytes_after)} a "

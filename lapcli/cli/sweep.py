@@ -103,7 +103,7 @@ def run(
         _would_do(plan, run_path, as_json)
         return
     with RunDirectory(run_path).lock():
-        watch = display.SweepDisplay(quiet or as_json, [cell.name for cell in cells])
+        watch = display.SweepDisplay(quiet, [cell.name for cell in cells])
         with watch:
             record = run_sweep(plan, directory, slots, command=["lapcli", *sys.argv[1:]], listener=watch)
     failed = record.failed()
@@ -119,7 +119,7 @@ def run(
             "the same command tries these again, and leaves the others alone",
         )
     done = "swept" if plan.to_do else "nothing to do, all cells are there already"
-    display.closing(f"{done}: {directory.record}\nnext: lapcli report {run_path}", quiet=quiet or as_json)
+    display.closing(f"{done}: {directory.record}\nnext: lapcli report {run_path}", quiet=quiet)
 
 
 def _causes(failed: "dict[str, dict[str, Any]]") -> str:

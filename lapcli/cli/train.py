@@ -135,7 +135,7 @@ def run(
         sharding=sharding,  # pyright: ignore[reportArgumentType] -- checked above
         compile=compile_,
     )
-    reporter = display.DisplayReporter(quiet or as_json)
+    reporter = display.DisplayReporter(quiet)
     ours = processes()
     plan = plan_training(
         request, directory,
@@ -165,8 +165,6 @@ def run(
             f"{result.record['step']}",
             "pass a lower --lr, and --restart",
         )
-    if as_json:
-        return
     done = "trained" if result.worked else "nothing to do, it is there already"
     display.closing(f"{done}: {result.output}\nnext: lapcli eval builtin niah --model {result.output}", quiet=quiet)
 

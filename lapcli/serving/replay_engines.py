@@ -247,7 +247,7 @@ def started(model: str, options: Sequence[str], log: Path | None = None) -> Gene
     Raises:
         LapcliError: it ended before it was.
     """
-    command = [sys.executable, "-m", "lapcli", "serve", model, "--port", "0", "--json", *options]
+    command = [sys.executable, "-m", "lapcli", "serve", model, "--port", "0", "--json", "--quiet", *options]
     with ready_server(command, f"lapcli serve {model}", log) as url:
         yield url
 

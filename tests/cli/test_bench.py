@@ -34,7 +34,9 @@ def test_json_is_alone_on_stdout(lapcli):
     code, out, err = lapcli(
         "bench", "operator", *FEW, "--phase", "decode", "--ways", "lapcli", "--batch", "2", "--json"
     )
-    assert (code, err) == (0, "")
+    assert code == 0, err
+    assert "decode operator, toy K 16" in err
+    assert "measured; --output FILE keeps the rows" in err
     rows = json.loads(out)["rows"]
     assert {(row["what"], row["key_width"], row["state_dtype"], row["status"]) for row in rows} == {
         ("decode operator", width, state, "measured") for width in (32, 16) for state in ("float32", "bfloat16")

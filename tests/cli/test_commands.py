@@ -1,5 +1,6 @@
 """The commands as a person meets them: exit codes, stdout alone for JSON, one clear message for bad input."""
 
+import ast
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import lapcli.cli as lapcli_cli
 from lapcli.testing.models import tiny_gated_deltanet
 
 
@@ -45,6 +47,39 @@ def test_the_main_job_and_again(lapcli, job):
     assert document["worked"] == {"calibration": False, "selection": False, "slicing": False}
     assert document["kept_width"] == 16
     assert document["state_bytes"]["after"] * 2 == document["state_bytes"]["before"]
+
+
+def test_json_moves_the_result_alone_and_quiet_silences(lapcli, job, text):
+    """Every stage's command: progress and what is next on stderr, unless somebody wants neither."""
+    data = ["--data", text, "--samples", "8", "--seq-len", "64", "--device", "cpu"]
+    for said, command in (
+        ("calibrating", [*job, "--ratio", "0.5"]),
+        ("next: lapcli select", ["calibrate", job[1], *data, "--overwrite"]),
+        ("selected", ["select", "--ratio", "0.25", "--overwrite"]),
+        ("sliced", ["slice", "--overwrite"]),
+        ("evaluated: ", ["eval", f"text:{text}", "--limit", "2", "--device", "cpu"]),
+        ("reported: ", ["report", "lapcli-run"]),
+    ):
+        code, out, err = lapcli(*command, "--json")
+        assert code == 0, err
+        assert json.loads(out)
+        assert said in err, err
+        again = [] if "--overwrite" in command or command[0] == "report" else ["--overwrite"]
+        code, out, err = lapcli(*command, *again, "--json", "--quiet")
+        assert (code, err) == (0, ""), command
+        assert json.loads(out)
+
+
+def test_no_command_lets_json_silence_what_goes_to_stderr():
+    """Wherever a reporter or a last line is made: only --quiet decides."""
+    speaking, found = {"DisplayReporter", "SweepDisplay", "closing"}, 0
+    for file in sorted((Path(lapcli_cli.__file__).parent).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in speaking:
+                names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+                assert "as_json" not in names, f"{file.name}, line {node.lineno}"
+                found += 1
+    assert found > 40
 
 
 def test_steps_one_by_one_give_what_prune_gives(lapcli, job, tiny, text, tmp_path):

@@ -41,6 +41,9 @@ def test_convert_and_export(lapcli, teacher, text, tmp_path):
     assert code == 0, err
     made = json.loads(out)
     assert made["worked"]
+    assert "keeping " in err
+    assert f"converted: {root}" in err
+    assert "each row is a working model" not in err
     assert made["converted"] == str(root / "models" / "1-of-3")
     assert {each["metric"] for each in made["prefixes"][0]["tasks"]} >= {"token_perplexity"}
     assert resolve_model(made["converted"]).config["dual_state"]["layers"] == made["order"]
@@ -53,9 +56,9 @@ def test_convert_and_export(lapcli, teacher, text, tmp_path):
     assert out == ""
 
     code, out, err = lapcli(
-        "convert", "--export", "0.34", "--output", root, "--export-to", tmp_path / "model", "--json"
+        "convert", "--export", "0.34", "--output", root, "--export-to", tmp_path / "model", "--json", "--quiet"
     )
-    assert code == 0, err
+    assert (code, err) == (0, "")
     assert json.loads(out) == {"converted": str(tmp_path / "model"), "layers": 1, "worked": True}
     thesis = tmp_path / "mine" / "thesis.tex"
     thesis.parent.mkdir()

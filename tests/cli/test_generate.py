@@ -62,7 +62,10 @@ def test_text_is_shown_while_it_is_made(lapcli, tiny, monkeypatch):
 def test_json_alone_on_stdout(lapcli, tiny):
     job = ["generate", "To be", "--model", tiny, "--max-new-tokens", "7", "--json", "--ignore-eos"]
     code, out, err = lapcli(*job, "--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--seed", "4")
-    assert (code, err) == (0, "")
+    assert code == 0, err
+    assert "decoding: fused steps" in err
+    assert "7 tokens in " in err
+    assert lapcli(*job, "--quiet")[2] == ""
     document = json.loads(out)
     (found,) = document["continuations"]
     assert len(found["tokens"]) == document["tokens"] == 7

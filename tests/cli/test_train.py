@@ -28,6 +28,10 @@ def test_a_recipe_becomes_a_model_that_is_pruned_with_no_path_typed(lapcli, reci
     assert code == 0, err
     made = json.loads(out)
     assert (made["trained"], made["worked"], made["step"]) == ("lapcli-train/trained", True, 4)
+    assert "training" in err
+    assert "trained: lapcli-train/trained\nnext: " in err
+    code, out, err = lapcli("train", recipe, "--device", "cpu", "--seed", 5, "--json", "--quiet", "--run", "again")
+    assert (code, err, json.loads(out)["worked"]) == (0, "", True)
     code, out, err = lapcli("train", recipe, "--device", "cpu", "--seed", 5)
     assert code == 0
     assert "nothing to do" in err

@@ -1,5 +1,6 @@
 """Replays of a conversion in several modes: servers that are started for it, what their metrics say, refusals."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -10,11 +11,13 @@ import pytest
 
 from lapcli.artifacts import read_artifact, write_artifact
 from lapcli.cli.app import main
-from lapcli.errors import UsageError
+from lapcli.cli.replay import _serve_modes
+from lapcli.errors import ModelError, UsageError
 from lapcli.linearising.plan import Place
+from lapcli.reporting import SilentReporter
 from lapcli.serving.costs import Curve, StepCosts
-from lapcli.serving.modes import read_conversion
-from lapcli.serving.replay_engines import started
+from lapcli.serving.modes import Wish, parse_modes, read_conversion
+from lapcli.serving.replay_engines import Engines, started
 from lapcli.serving.replay_modes import served_figures
 from lapcli.testing.dual_state import tiny_conversion
 from lapcli.testing.processes import subprocess_of_forks
@@ -129,6 +132,36 @@ def test_a_trace_in_two_modes(monkeypatch, capsys, trace, conversion, tmp_path):
         (engine,) = [line["pid"] for line in log if line["event"] == "engine begins"]
         assert not psutil.pid_exists(engine)
     assert sum(line["event"] == "configuration" for line in log) == 24
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(KeyboardInterrupt(), []), (ModelError("it died"), ["m.json.never.log", "m.json.static-0.34.log"])],
+    ids=["interrupted", "failed"],
+)
+def test_logs_of_servers_stay_where_they_tell_why_and_go_where_nothing_is_kept(
+    monkeypatch, conversion, tmp_path, error, left
+):
+    answers = iter([({}, []), error])
+
+    @contextlib.contextmanager
+    def fake_server(_model, _options, log):
+        log.write_text("a server's words")
+        yield "http://nowhere"
+
+    async def send(*_):
+        answer = next(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("lapcli.serving.replay_engines.started", fake_server)
+    monkeypatch.setattr("lapcli.cli.replay._send", send)
+    engine = Engines(str(conversion), None, None, None, 9, "cpu", "auto", 1, False)
+    modes, wish, output = parse_modes("never,static:0.34"), Wish(), tmp_path / "m.json"
+    with pytest.raises(type(error)):
+        _serve_modes([], modes, wish, engine, None, 0, output, SilentReporter())
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_a_server_that_cannot_begin(conversion):

@@ -298,7 +298,17 @@ def test_the_command(monkeypatch, capsys, trace, tmp_path, scripted):
     with scripted(rows=8, pace=0.0) as server:
         options = ("--url", server.running.url, "--time-scale", 0.001, "--length-scale", 0.01)
         assert lapcli(monkeypatch, "replay", path, *options) == 0
-    said = capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert lapcli(monkeypatch, "replay", path, *options, "--json") == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["done"] == 30
+        assert "replaying, as served: " in err
+        assert "arXiv" not in err
+        assert lapcli(monkeypatch, "replay", path, *options, "--json", "--quiet") == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["done"] == 30
+        # What is left there is the server's own log, for it runs in this process.
+        assert all(line.startswith("{") for line in err.splitlines())
     assert "30 of 30 requests" in said
     assert "arXiv 2506.09316" in said
 
