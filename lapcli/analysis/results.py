@@ -127,6 +127,33 @@ class Analysis:
         """Mean normalised singular values, fp64 `[HV, min(K, V)]`."""
         return self._of(label, index, "spectrum")
 
+    def by_state(self, label: str, index: int | None = None) -> list[dict[str, float]]:
+        """Figures of the first, second, ... states of all key heads; none where each key head has one state.
+
+        Args:
+            label: of the model.
+            index: of a layer; `None` for all of them.
+        """
+        layers = [layer for layer in self.layers(label) if index in (None, layer["index"])]
+        states = layers[0].get("states", 1) if layers else 1
+        if states == 1:
+            return []
+        # A key head's states lie side by side.
+        ranks = [self.effective_rank(label, layer["index"]).unflatten(-1, (-1, states)) for layer in layers]
+        kappas = torch.cat(
+            [self.kappa(label, layer["index"]).unflatten(-1, (-1, states)).flatten(0, -2) for layer in layers]
+        )
+        shares = [rank / rank_limit(layer) for rank, layer in zip(ranks, layers, strict=True)]
+        return [
+            {
+                "state": state,
+                "utilisation": float(torch.cat([share[..., state].flatten() for share in shares]).mean()),
+                "effective_rank": float(torch.cat([rank[..., state].flatten() for rank in ranks]).mean()),
+                "kappa_median": float(kappas[:, state].median()),
+            }
+            for state in range(states)
+        ]
+
     def pearson(self, label: str) -> float | None:
         """Correlation over heads of the mean utilisation with the base's; `None` of the base itself."""
         if label == self.labels[0]:
@@ -216,6 +243,8 @@ class Analysis:
             }
             if (tracked := self.stability(label)) is not None:
                 models[label]["stability"] = tracked["all"]
+            if states := self.by_state(label):
+                models[label]["states"] = states
         found: dict[str, Any] = {"models": models}
         for name in ("conditioning", "overlap"):
             parts = [getattr(self, name)(layer["index"]) for layer in self.base_layers]

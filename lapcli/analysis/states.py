@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lapcli.errors import ModelError
 from lapcli.families.base import Family, StatefulLayer
+from lapcli.families.remote.lapcli_dual_state_cache import DualStateCacheLayer
 from lapcli.families.taps import CACHES
 
 _NORM_EPS = 1e-6
@@ -114,10 +115,14 @@ class Walker:
             ModelError: the cache holds none of that shape.
         """
         shape = (layer.value_heads, layer.key_width, layer.value_width)
+        held = self.own.cache.get(layer.index) if self._own else self.own.cache.layers[layer.index]
         if self._own:
-            found = self.own.cache.get(layer.index).recurrent
+            found = held.recurrent
+        elif isinstance(held, DualStateCacheLayer):
+            # Its states lie before the key heads.
+            found = held.recurrent.transpose(1, 2).flatten(1, 2)
         else:
-            found = self.own.cache.layers[layer.index].recurrent_states[0]
+            found = held.recurrent_states[0]
             # Mamba-2's lie V x K.
             found = found.mT if hasattr(self._mixers[layer.index], "ssm_state_size") else found
         if tuple(found.shape[1:]) != shape:

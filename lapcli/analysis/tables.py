@@ -11,6 +11,7 @@ from lapcli.artifacts import atomic_file
 SETS = ("all", "kept", "compared")
 SHARES = ("kept", "dropped")
 SIGMAS = ("sigma_min", "sigma_max", "kappa")
+STATE = ("state", "utilisation", "effective_rank", "kappa_median")
 STABILITY = (
     "mean", "p01", "p50", "p99", "outside", "rho", "error_before", "error_after", "drift", "value_drift",
     "prediction_drift", "cosine", "bound_count", "bound_share",
@@ -35,6 +36,7 @@ def tables(analysis: Analysis) -> list[Table]:
         Table(
             "heads", ("model", "layer", "head", "utilisation", "effective_rank", "kappa_median"), [*_heads(analysis)]
         ),
+        Table("states", ("model", "layer", *STATE), [*_states(analysis)]),
         Table("spectra", ("model", "layer", "head", "number", "normalised_singular_value"), [*_spectra(analysis)]),
         Table("bounds", ("model", "layer", "bound", "states", "share", "smallest_ratio"), [*_bounds(analysis)]),
         Table("errors", ("model", "layer", "own_inputs", "base_inputs"), [*_errors(analysis)]),
@@ -79,6 +81,13 @@ def _heads(analysis: Analysis) -> Iterable[Sequence[Any]]:
             kappas = analysis.kappa(label, layer["index"]).flatten(0, 1).median(0).values.tolist()
             for head, (rank, kappa) in enumerate(zip(ranks, kappas, strict=True)):
                 yield label, layer["index"], head, rank / limit, rank, kappa
+
+
+def _states(analysis: Analysis) -> Iterable[Sequence[Any]]:
+    for label in analysis.labels:
+        for layer in analysis.layers(label):
+            for row in analysis.by_state(label, layer["index"]):
+                yield label, layer["index"], *(row[name] for name in STATE)
 
 
 def _spectra(analysis: Analysis) -> Iterable[Sequence[Any]]:

@@ -230,6 +230,14 @@ def _show(summary: dict[str, Any]) -> None:
         "on base's inputs",
     ]
     display.table("states, mean over heads", columns, rows)
+    states = [
+        [label, str(row["state"]), *(_number(row[name]) for name in ("utilisation", "effective_rank", "kappa_median"))]
+        for label, found in summary["models"].items()
+        for row in found.get("states", ())
+    ]
+    if states:
+        columns = ["model", "state", "utilisation", "effective rank", "κ(S), median"]
+        display.table("states of each key head, by their number", columns, states, text_columns=2)
     bounds = [
         [label, name, str(bound["states"]), _number(bound["share"], ".4%"), _number(bound["margin"], ".4g")]
         for label, found in summary["models"].items()

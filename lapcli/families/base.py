@@ -149,6 +149,7 @@ class StatefulLayer:
         convolution: the short convolution, or `None`.
         keys: where the keys can be taken in memory; `None` where the family takes them in a way of its own.
         queries: likewise.
+        states: how many states each key and value is written to; those of a key head lie side by side as value heads.
     """
 
     index: int
@@ -164,6 +165,7 @@ class StatefulLayer:
     convolution: Convolution | None = None
     keys: Tap | None = None
     queries: Tap | None = None
+    states: int = 1
 
     def state_bytes(self, key_width: int | None = None, itemsize: int = 4) -> int:
         """Size of the layer's state for one sequence, in bytes (fp32 unless told)."""

@@ -180,6 +180,7 @@ class DualState(Family):
                 value_heads=heads * states,
                 key_width=own + further,
                 value_width=width,
+                states=states,
                 # Channels with projections of their own make another key axis, which no selection reaches.
                 members=() if further else self._members(config, index, heads, readers, width, own, states),
             )

@@ -310,7 +310,7 @@ def _tracked(
 
 
 def _sizes(layer: StatefulLayer) -> dict[str, int]:
-    names = ("index", "heads", "value_heads", "key_width", "value_width")
+    names = ("index", "heads", "value_heads", "key_width", "value_width", "states")
     return {name: getattr(layer, name) for name in names}
 
 

@@ -4,14 +4,18 @@ import pytest
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import lapcli.models.mixer
 from lapcli.analysis.spectra import spectrum
 from lapcli.analysis.states import Walker, _Keys
 from lapcli.analysis.walking import walk
 from lapcli.errors import ModelError
+from lapcli.families.dual_state import converted_config
 from lapcli.families.loading import load_model, resolve_model
 from lapcli.families.registry import family_for
+from lapcli.families.remote.lapcli_dual_state import DualStateSettings
+from lapcli.testing.dual_state import converted, tiny_teacher
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
 from lapcli.testing.stock_models import STOCK_MODELS, tiny_stock_model
 from lapkernels.delta_rule import delta_rule
@@ -54,6 +58,68 @@ def test_states_on_the_way_are_the_recurrence_s_in_fp64(make, tmp_path, monkeypa
                 assert relative_error(walker.state(layer), wanted) < 1e-10
                 unit = inputs[1] / (inputs[1].square().sum(-1, keepdim=True) + 1e-6).sqrt()
                 assert relative_error(walker.gram(layer), torch.einsum("bthi,bthj->bhij", unit, unit)) < 1e-10
+
+
+@pytest.mark.parametrize("key_width", [None, 5], ids=["whole", "cut"])
+def test_converted_layers_keep_several_states_of_each_key_head(key_width):
+    settings = DualStateSettings(layers=(2, 0), states=3, key_width=key_width)
+    model = tiny_teacher("llama", dtype=torch.float64)
+    config = converted_config(model.config.to_dict(), settings.as_config())
+    converted(model, 2, 0, states=3, key_width=key_width)
+    family = family_for(config)
+    walker = Walker(model, family, family.layers(config))
+    assert [(layer.index, layer.heads, layer.value_heads) for layer in walker.layers] == [(0, 2, 6), (2, 2, 6)]
+    given, chosen = {}, {}
+    for layer in walker.layers:
+        mixer = model.get_submodule(layer.mixer)
+        if key_width is not None:  # each head keeps other channels
+            chosen[layer.index] = torch.tensor([[0, 2, 3, 5, 7], [1, 2, 4, 6, 7]])
+            mixer.key_channels.copy_(chosen[layer.index].flatten())
+        mixer.register_forward_pre_hook(
+            lambda mixer, _args, kwargs: given.update(
+                {mixer.layer_idx: (mixer, kwargs["hidden_states"], kwargs["position_embeddings"])}
+            ),
+            with_kwargs=True,
+        )
+    ids = IDS[:, : POSITIONS[-1]] % 64
+    with torch.no_grad():
+        walker.body(input_ids=ids, use_cache=False)
+    wanted = {index: _written(*found, chosen.get(index)) for index, found in given.items()}
+    start = 0
+    with walker.attached():
+        for position in POSITIONS:
+            walker.step(ids[:, start:position])
+            start = position
+            for layer in walker.layers:
+                states, keys = wanted[layer.index]
+                assert relative_error(walker.state(layer), states[position - 1]) < 1e-10
+                seen = keys[:, :, :position]
+                assert relative_error(walker.gram(layer), torch.einsum("bhti,bhtj->bhij", seen, seen)) < 1e-10
+
+
+@torch.no_grad()
+def _written(mixer, hidden, rotary, chosen):
+    """The states after each token, `[B, H * 3, K, V]`, made of one outer product after the other; and the keys."""
+    keys, values = (
+        torch.nn.functional.linear(hidden, module.weight, module.bias).unflatten(-1, (2, 8)).transpose(1, 2)
+        for module in (mixer.k_proj, mixer.v_proj)
+    )
+    keys = apply_rotary_pos_emb(keys, keys, *rotary)[1]
+    if chosen is not None:
+        keys = torch.stack([keys[:, head, :, channels] for head, channels in enumerate(chosen)], 1)
+    gates = torch.nn.functional.linear(hidden, mixer.forget_proj.weight, mixer.forget_proj.bias)
+    kept = gates.unflatten(-1, (3, 2, -1)).sigmoid() ** (1 / 16)
+    state = torch.zeros(len(hidden), 6, keys.shape[-1], 8, dtype=torch.float64)
+    found = []
+    for t in range(hidden.shape[1]):
+        state = state.clone()
+        for head in range(2):
+            for number in range(3):
+                new = keys[:, head, t, :, None] * values[:, head, t, None, :]
+                place = 3 * head + number
+                state[:, place] = kept[:, t, number, head, :, None] * state[:, place] + new
+        found.append(state)
+    return found, keys
 
 
 @pytest.mark.parametrize("model_type", STOCK_MODELS)

@@ -13,6 +13,7 @@ from lapcli.artifacts import Lineage, read_artifact, write_document
 from lapcli.cli.analyze import _of_demo, _settings
 from lapcli.families.source import resolve_model
 from lapcli.stages.lineage import LINEAGE_FILE
+from lapcli.testing.dual_state import converted_source, tiny_source
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.stock_models import tiny_stock_model
 
@@ -124,6 +125,42 @@ def test_one_stock_model_alone(lapcli, text, tmp_path, monkeypatch):
     rank = read_artifact(tmp_path / "lapcli-run/analysis/analysis.safetensors").tensor("model.layers.0.effective_rank")
     assert rank.shape == (3, 4, 8)
     assert torch.all(rank >= 1)
+
+
+def test_the_states_of_a_converted_transformer_and_of_what_was_pruned_of_it(lapcli, text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    converted_source(tiny_source("llama", tmp_path / "teacher"), tmp_path / "model", layers=(2, 0))
+    job = ["--data", text, "--samples", "4", "--seq-len", "48", "--device", "cpu"]
+    assert lapcli("prune", "model", *job, "--ratio", "0.5", "--run", "pruned")[0] == 0
+    code, out, err = lapcli("analyze", "--data", text, *SIZES, "--run", "pruned", "--dry-run", "--json")
+    assert code == 0, err
+    # 4 positions of 3 samples, 2 layers of 2 key heads with 2 states each, 2 models.
+    assert json.loads(out)["states"] == 4 * 3 * 2 * 4 * 2
+    code, out, err = lapcli("analyze", "--data", text, *SIZES, "--run", "pruned", "--json")
+    assert code == 0, err
+    models = json.loads(out)["models"]
+    folder = tmp_path / "pruned" / "analysis"
+    tensors = read_artifact(folder / "analysis.safetensors").tensors()
+    table = rows(folder / "states.csv")
+    columns = [(row["model"], row["layer"], row["state"]) for row in table]
+    assert columns == [(model, layer, state) for model in ("base", "sliced") for layer in "02" for state in "01"]
+    for label, width in (("base", 8), ("sliced", 4)):
+        ranks = torch.stack([tensors[f"{label}.layers.{index}.effective_rank"].double() for index in (0, 2)])
+        kappas = torch.stack([tensors[f"{label}.layers.{index}.kappa"].double() for index in (0, 2)])
+        assert ranks.shape == (2, 3, 4, 4)
+        for state, found in enumerate(models[label]["states"]):
+            # Value heads 0 and 1 are the two states of the first key head.
+            mine = [state, state + 2]
+            assert found["state"] == state
+            assert found["effective_rank"] == pytest.approx(ranks[..., mine].mean().item(), rel=1e-9)
+            assert found["utilisation"] == pytest.approx(ranks[..., mine].mean().item() / width, rel=1e-9)
+            assert found["kappa_median"] == kappas[..., mine].flatten().median().item()
+            of_second = next(row for row in table if list(row.values())[:3] == [label, "2", str(state)])
+            assert float(of_second["effective_rank"]) == pytest.approx(ranks[1, ..., mine].mean().item(), rel=1e-9)
+        assert all(bound["share"] in (1.0, None) for bound in models[label]["bounds"].values())
+    code, _out, err = lapcli("analyze", "--data", text, *SIZES, "--run", "pruned")
+    assert code == 0
+    assert "states of each key head, by their number" in err
 
 
 def test_refused_before_any_work(lapcli, pruned, tiny, text, tmp_path):
