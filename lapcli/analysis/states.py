@@ -115,7 +115,7 @@ class Walker:
             ModelError: the cache holds none of that shape.
         """
         shape = (layer.value_heads, layer.key_width, layer.value_width)
-        held = self.own.cache.get(layer.index) if self._own else self.own.cache.layers[layer.index]
+        held: Any = self.own.cache.get(layer.index) if self._own else self.own.cache.layers[layer.index]
         if self._own:
             found = held.recurrent
         elif isinstance(held, DualStateCacheLayer):

@@ -120,9 +120,10 @@ def _settings(
     from lapcli.cli import context
     from lapcli.errors import UsageError
     from lapcli.recipe import default_calibration
+    from lapcli.stages.lineage import made_of_a_demo
 
     values: dict[str, Any] = {
-        "data": data or default_calibration(_of_demo(source))["data"],
+        "data": data or default_calibration(made_of_a_demo(source))["data"],
         "samples": samples,
         "seq_len": context.fitting_length(source, 2048) if seq_len is None else seq_len,
         "stride": stride,
@@ -137,26 +138,6 @@ def _settings(
             f"pass {mend}, or --seq-len {skip + stride} and more",
         )
     return context.from_command_line(AnalysisSettings, values)
-
-
-def _of_demo(source: "ModelSource") -> bool:
-    """Whether a model ships with lapcli, or was made from one that does, as far as lineages tell."""
-    from lapcli.errors import ArtifactError
-    from lapcli.families.source import DEMO_PREFIX
-    from lapcli.stages.lineage import sliced_lineage
-
-    name, folder, seen = source.name, source.path, set[Path]()
-    while not name.startswith(DEMO_PREFIX) and folder.resolve() not in seen:
-        seen.add(folder.resolve())
-        try:
-            lineage = sliced_lineage(folder)
-        except ArtifactError:
-            return False
-        if lineage is None:
-            return False
-        name = str(lineage.model.get("name"))
-        folder = Path(name)
-    return name.startswith(DEMO_PREFIX)
 
 
 def _selection_at(path: Path) -> Path:

@@ -200,6 +200,7 @@ def calibration_settings(
         UsageError: a value does not fit.
     """
     from lapcli.recipe import CalibrationSettings, default_calibration
+    from lapcli.stages.lineage import made_of_a_demo
 
     given: dict[str, Any] = {"data": data, "samples": samples, "seq_len": seq_len}
     defaults = default_calibration(made_of_a_demo(source))
@@ -207,16 +208,3 @@ def calibration_settings(
     values = defaults | {key: value for key, value in given.items() if value is not None}
     values |= {"seed": seed, "rows": rows, "normalized": normalized, "exact": exact}
     return from_command_line(CalibrationSettings, values)
-
-
-def made_of_a_demo(source: "ModelSource") -> bool:
-    """Whether a model is one that ships, or was converted or cut out of one: then small text suits it."""
-    from lapcli.errors import LapcliError
-    from lapcli.stages.recovery import teacher_of
-
-    if source.is_demo:
-        return True
-    try:
-        return teacher_of(source).is_demo
-    except LapcliError:
-        return False

@@ -142,6 +142,7 @@ def _settings(source: Any, given: dict[str, Any], base: "ConversionRecipe | None
         check_order,
         default_linearising,
     )
+    from lapcli.stages.lineage import made_of_a_demo
 
     chosen = {name: value for name, value in given.items() if value is not None}
     order = chosen.pop("order", "loss" if base is None else base.order)
@@ -154,7 +155,7 @@ def _settings(source: Any, given: dict[str, Any], base: "ConversionRecipe | None
     if "lr" in chosen and "lr_min" not in chosen:
         chosen["lr_min"] = chosen["lr"] / 10
     if base is None:
-        defaults = default_linearising(source.is_demo)
+        defaults = default_linearising(made_of_a_demo(source))
         for part in defaults.values():
             part["seq_len"] = context.fitting_length(source, part["seq_len"])
     else:

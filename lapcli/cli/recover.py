@@ -237,6 +237,7 @@ def _request(
     from lapcli.families.source import resolve_model
     from lapcli.recipe import RecoverySettings, default_recovery, read_recipe
     from lapcli.shipped import find_recipe
+    from lapcli.stages.lineage import made_of_a_demo
     from lapcli.stages.recovery import teacher_of
 
     base: dict[str, Any] | None = None
@@ -269,7 +270,7 @@ def _request(
         else:
             guide = student if chosen.get("control") else teacher_of(student)
     # A recipe means the same to `lapcli run`: what it does not say is what the settings say, not the model.
-    defaults = {} if base is not None else default_recovery(context.made_of_a_demo(student))
+    defaults = {} if base is not None else default_recovery(made_of_a_demo(student))
     if chosen.get("steps") is not None and given["samples"] is None:
         for ours in (defaults, chosen):
             ours.pop("samples", None)

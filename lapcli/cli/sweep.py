@@ -167,6 +167,7 @@ def _request(
     from lapcli.families.source import DEFAULT_MODEL, resolve_model
     from lapcli.recipe import EvaluationRequest, Recipe, SweepSettings, default_recovery, read_recipe
     from lapcli.shipped import find_recipe
+    from lapcli.stages.lineage import made_of_a_demo
 
     given = {name: value for name, value in axes.items() if value is not None}
     if path is not None:
@@ -196,7 +197,7 @@ def _request(
         values["recovery"] = None
         values["sweep"].pop("recoveries", None)
     elif recover and values.get("recovery") is None:
-        values["recovery"] = default_recovery(source.is_demo)
+        values["recovery"] = default_recovery(made_of_a_demo(source))
     if tasks is not None or limit is not None:
         evaluation = values.get("evaluation") or {"tasks": ["builtin", "niah"]}
         chosen = {"tasks": tasks or evaluation["tasks"], "limit": evaluation.get("limit") if limit is None else limit}

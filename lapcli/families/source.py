@@ -174,10 +174,14 @@ class ModelSource:
                 "put the base model's tokenizer files into its directory",
             )
 
-    @property
+    @cached_property
     def is_demo(self) -> bool:
-        """Whether it is a model that ships with lapcli."""
-        return self.name.startswith(DEMO_PREFIX)
+        """Whether it is a model that ships with lapcli, or a copy of one, such as a conversion keeps of its teacher."""
+        if self.name.startswith(DEMO_PREFIX):
+            return True
+        # Only what has the config of one is worth reading whole.
+        alike = [name for name, folder in demo_models().items() if _read_json(folder / "config.json") == self.config]
+        return any(resolve_model(name).digest == self.digest for name in alike)
 
     @property
     def loading(self) -> str | None:
@@ -269,6 +273,11 @@ def demo_models() -> dict[str, Path]:
     root = Path(str(resources.files("lapcli"))) / "demo"
     found = sorted(root.iterdir()) if root.is_dir() else []
     return {DEMO_PREFIX + folder.name: folder for folder in found if (folder / "config.json").is_file()}
+
+
+def is_demo_model(name: str, digest: str | None) -> bool:
+    """Whether a model of this name and digest, as artifacts record it, ships with lapcli or is a copy of one."""
+    return name.startswith(DEMO_PREFIX) or digest in {resolve_model(demo).digest for demo in demo_models()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

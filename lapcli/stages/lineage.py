@@ -10,7 +10,7 @@ from typing import TypeVar
 from lapcli.artifacts import Artifact, Lineage, read_artifact, read_document, refuse_foreign
 from lapcli.errors import ArtifactError
 from lapcli.families.registry import family_for
-from lapcli.families.source import ModelSource, resolve_model
+from lapcli.families.source import ModelSource, is_demo_model, resolve_model
 from lapcli.recipe import CalibrationSettings, SelectionSettings
 
 Result = TypeVar("Result")
@@ -139,6 +139,26 @@ def cut_from(folder: Path) -> Lineage | None:
             return found if "slicing" in found.parents else None
         found = sliced_lineage(origin)
     return found
+
+
+def made_of_a_demo(source: ModelSource) -> bool:
+    """Whether a model ships with lapcli, or was made of one that does, as far as lineages tell: small text suits it."""
+    if source.is_demo:
+        return True
+    folder, seen = source.path, set[Path]()
+    while folder.resolve() not in seen:
+        seen.add(folder.resolve())
+        try:
+            lineage = sliced_lineage(folder)
+        except ArtifactError:
+            return False
+        if lineage is None:
+            return False
+        name = str(lineage.model.get("name"))
+        if is_demo_model(name, lineage.model.get("digest")):
+            return True
+        folder = Path(name)
+    return False
 
 
 def altered(source: ModelSource) -> bool:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lapcli.artifacts import Lineage, read_artifact, write_document
-from lapcli.cli.analyze import _of_demo, _settings
+from lapcli.cli.analyze import _settings
 from lapcli.families.source import resolve_model
-from lapcli.stages.lineage import LINEAGE_FILE
+from lapcli.stages.lineage import LINEAGE_FILE, made_of_a_demo
 from lapcli.testing.dual_state import converted_source, tiny_source
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet, tiny_qdelta
 from lapcli.testing.stock_models import tiny_stock_model
@@ -237,4 +237,4 @@ def test_the_text_of_what_was_made_from_a_shipped_model(lapcli, tiny, tmp_path):
         assert _settings(source, "recall", 1, 256, 32, 0, 0).data == "recall"
     # One that leads back to itself is no shipped model's.
     write_document(slice_ / LINEAGE_FILE, Lineage("model", {"name": str(child)}, "any", {"method": "l1"}))
-    assert not _of_demo(resolve_model(str(child)))
+    assert not made_of_a_demo(resolve_model(str(child)))

@@ -1,12 +1,18 @@
 """`lapcli convert`, and `lapcli recover --add-query-feedback`, which converts on the way."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from lapcli.artifacts import Lineage, write_document
+from lapcli.families.source import resolve_model
 from lapcli.stages import recovery
+from lapcli.stages.lineage import LINEAGE_FILE
+from lapcli.testing.dual_state import converted_source
 from lapcli.testing.models import tiny_delta_net, tiny_gated_deltanet
 from lapcli.training.reload import Reloaded
 
@@ -250,3 +256,32 @@ def test_what_was_made_of_a_demo_is_pruned_on_small_text(lapcli, tmp_path):
     assert code == 0
     assert "builtin" in out
     assert "fineweb" not in out
+
+
+def test_what_was_made_of_a_copy_of_a_demo_is_too(lapcli, tmp_path, monkeypatch):
+    """A conversion keeps its teacher beside it, and its models say that they were made from that."""
+    demo = resolve_model("demo:transformer")
+    shutil.copytree(demo.path, tmp_path / "made" / "base")
+    base = resolve_model("made/base")
+    converted_source(base, tmp_path / "model", layers=(2,))
+    lineage = Lineage("model", base.describe(), "dsla", {"stage": "linearising"})
+    write_document(tmp_path / "model" / LINEAGE_FILE, lineage)
+    for where in (tmp_path, tmp_path / "elsewhere"):
+        where.mkdir(exist_ok=True)
+        monkeypatch.chdir(where)
+        code, out, err = lapcli("prune", tmp_path / "model", "--ratio", "0.5", "--dry-run")
+        assert code == 0, err
+        assert "65536 tokens of builtin" in err
+        code, out, err = lapcli("analyze", "--model", tmp_path / "model", "--dry-run", "--json")
+        assert code == 0, err
+        assert json.loads(out)["text"] == "builtin"
+    code, out, err = lapcli("convert", base.path, "--to", "dsla", "--output", "x", "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["steps_a_layer"] == 32
+    # Other weights under the same config are another model.
+    with (base.path / "model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\1\2\3\4")
+    code, out, err = lapcli("convert", base.path, "--to", "dsla", "--output", "x", "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["steps_a_layer"] == 128
