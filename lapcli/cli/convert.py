@@ -71,7 +71,9 @@ def run(
     ] = None,
     data: Annotated[
         str | None,
-        _dsla("Text, as of other commands. Default: builtin for demo models and what was made of them, fineweb otherwise."),
+        _dsla(
+            "Text, as of other commands. Default: builtin for demo models and what was made of them, fineweb otherwise."
+        ),
     ] = None,
     samples: Annotated[
         int | None, _dsla("Windows of text on which layers are compared. Default: 64 (demo: 16).")

@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lapcli.linearising.recipe import ConversionRecipe
-    from lapcli.linearising.settings import LinearisingSettings
+    from lapcli.linearising.settings import LayerSettings, LinearisingSettings
 
 DEFAULT_TEACHER = "demo:transformer"
 DEFAULT_FRACTION = "0.25"
 
-_NAMES = {"align": "align-loss", "order": "sensitivity", "batch": "batch-size"}
-"""Options that are not called as the settings are."""
 _LAYER = ("states", "start", "width", "window", "sinks")
 _TEXT = ("samples", "rows")
 _BOTH = ("data", "seq_len", "seed")
@@ -59,6 +57,7 @@ def to_dsla(
         quiet: whether to say nothing.
     """
     from lapcli.cli import context, display
+    from lapcli.errors import UsageError
     from lapcli.families.dual_state import kernel_choice
     from lapcli.families.source import resolve_model
     from lapcli.linearising.recipe import read_conversion
@@ -74,6 +73,11 @@ def to_dsla(
     settings = _settings(source, given, base)
     if settings.layer.window is None:
         machine.refuse_slow(choice.name, choice.reason)
+    elif kernel != "auto":
+        raise UsageError(
+            f"--kernel is about layers with states, and --window {settings.layer.window} makes layers without",
+            "leave out --kernel or --window",
+        )
     share = fraction or (DEFAULT_FRACTION if base is None else base.fraction)
     if base is not None:
         tasks, limit = base.tasks if tasks is None else tasks, base.limit if limit is None else limit
@@ -115,11 +119,12 @@ def export(fraction: str, output: Path, destination: Path | None, *, overwrite: 
         quiet: whether to say nothing.
     """
     from lapcli.cli import context, display
-    from lapcli.stages.linearising import check_export, default_export, export_prefix, number_of
+    from lapcli.stages.linearising import check_export, default_export, export_prefix, number_of, prefix_of
 
     number = number_of(output, fraction)
     place = destination or default_export(output, number)
     check_export(output, place, overwrite=overwrite)
+    prefix_of(output, number)
     if dry_run:
         display.would_do({"layers": number, "reads": str(output), "writes": str(place)}, as_json)
         return
@@ -134,15 +139,15 @@ def _settings(source: Any, given: dict[str, Any], base: "ConversionRecipe | None
     """The settings that options spell, with those of a recipe, or the model's defaults."""
     from lapcli.cli import context
     from lapcli.errors import UsageError
+    from lapcli.linearising.command import default_settings
     from lapcli.linearising.settings import (
+        OPTIONS,
         DistillationSettings,
         LayerSettings,
         LinearisingSettings,
         SensitivitySettings,
         check_order,
-        default_linearising,
     )
-    from lapcli.stages.lineage import made_of_a_demo
 
     chosen = {name: value for name, value in given.items() if value is not None}
     order = chosen.pop("order", "loss" if base is None else base.order)
@@ -151,30 +156,48 @@ def _settings(source: Any, given: dict[str, Any], base: "ConversionRecipe | None
     except ValueError as error:
         raise UsageError(f"--sensitivity {error}") from error
     if "window" in chosen and chosen["window"] != "equal":
-        [chosen["window"]] = context.whole_numbers("window", str(chosen["window"]))
+        try:
+            chosen["window"] = int(chosen["window"])
+        except ValueError as error:
+            said = f"--window {chosen['window']!r}: 'equal' or one whole number is wanted"
+            raise UsageError(said, "for example --window 512") from error
     if "lr" in chosen and "lr_min" not in chosen:
         chosen["lr_min"] = chosen["lr"] / 10
     if base is None:
-        defaults = default_linearising(made_of_a_demo(source))
-        for part in defaults.values():
-            part["seq_len"] = context.fitting_length(source, part["seq_len"])
+        defaults = default_settings(source)
     else:
         defaults = {name: getattr(base, name).document() for name in ("sensitivity", "distillation")}
     shared = {name: chosen.pop(name) for name in _BOTH if name in chosen}
     layer = {name: chosen.pop(name) for name in _LAYER if name in chosen}
     text = {name: chosen.pop(name) for name in _TEXT if name in chosen}
+    of_layers = context.from_command_line(
+        LayerSettings, {**({} if base is None else base.layer.document()), **layer}, OPTIONS
+    )
+    _refuse_idle(of_layers, {*layer, *({"penalty"} & chosen.keys())})
     return LinearisingSettings(
-        layer=context.from_command_line(
-            LayerSettings, {**({} if base is None else base.layer.document()), **layer}, _NAMES
-        ),
+        layer=of_layers,
         order=order,
         sensitivity=context.from_command_line(
-            SensitivitySettings, {**defaults["sensitivity"], **shared, **text}, _NAMES
+            SensitivitySettings, {**defaults["sensitivity"], **shared, **text}, OPTIONS
         ),
         distillation=context.from_command_line(
-            DistillationSettings, {**defaults["distillation"], **shared, **chosen}, _NAMES
+            DistillationSettings, {**defaults["distillation"], **shared, **chosen}, OPTIONS
         ),
     )
+
+
+def _refuse_idle(layer: "LayerSettings", given: set[str]) -> None:
+    """Refuse options that would have no say."""
+    from lapcli.errors import UsageError
+
+    for name in sorted(given):
+        if name == "sinks" and layer.idle(name):
+            raise UsageError("--sinks is about --window, which was not given", "give both or neither")
+        if layer.idle(name) or (name == "penalty" and layer.window is not None):
+            raise UsageError(
+                f"--{name} is about layers with states, and --window {layer.window} makes layers without",
+                f"leave out --{name} or --window",
+            )
 
 
 def _show(found: dict[str, Any]) -> None:

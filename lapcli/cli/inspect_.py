@@ -147,11 +147,12 @@ def _describe_conversion(path: Path) -> dict[str, Any]:
     import math
 
     from lapcli.artifacts import read_artifact
-    from lapcli.families.source import resolve_model
+    from lapcli.linearising.kept import kept_teacher
     from lapcli.linearising.plan import Place, Shape
+    from lapcli.linearising.settings import LayerSettings
 
     place = Place(path)
-    base = resolve_model(str(place.base))
+    base = kept_teacher(place)
     shape = Shape.of(base.config)
     facts: dict[str, Any] = {
         "teacher": f"{base.config.get('model_type')} ({base.digest[:12]}), {shape.layers} layers of {shape.heads} key "
@@ -177,13 +178,19 @@ def _describe_conversion(path: Path) -> dict[str, Any]:
                 "alignment after": record["alignment"]["after"],
                 "KL": record["kl"],
                 "perplexity": math.exp(record["cross_entropy"]),
-                "mixture": " ".join(f"{share:.2f}" for share in record["mixture"]),
+                "mixture": " ".join(f"{share:.2f}" for share in record["mixture"] or ()),
                 "tokens": record["tokens"],
             }
         )
     facts["converted"] = f"{len(rows)} of {shape.layers} layers"
     if rows:
-        said = {name: value for name, value in settings["dual_state"].items() if name != "layers" and value is not None}
+        became = settings["dual_state"]
+        layer = LayerSettings.model_construct(window=became["window"])
+        said = {
+            name: value
+            for name, value in became.items()
+            if name != "layers" and value is not None and not layer.idle(name)
+        }
         facts["what they became"] = said
         facts["trained by"] = {
             name: settings["distillation"][name] for name in ("data", "seq_len", "steps", "batch", "lr", "chained")

@@ -155,7 +155,8 @@ def run(
     """Serve until SIGTERM or Ctrl-C; then end what is under way, and take no more."""
     from lapcli.cli import context, display
     from lapcli.families.packed import longest_sequence
-    from lapcli.families.source import resolve_model
+    from lapcli.linearising.kept import kept_teacher
+    from lapcli.linearising.plan import Place, holds_conversion
     from lapcli.machine import Machine
     from lapcli.runtime.engine import DEFAULT_LENGTH
     from lapcli.serving.assembling import assemble, read_chat_template, refuse_without_the_extra
@@ -180,11 +181,13 @@ def run(
     )
     keys = read_keys(os.environ, api_key_file)
     template = read_chat_template(chat_template)
+    # What a damaged one is to be served as need not be said.
+    teacher = kept_teacher(Place(Path(model))) if model is not None and holds_conversion(model) else None
     found = find_conversion(model, Wish(adapt, fraction, max_ppl_increase, caps, offload))
-    if found is None:
+    if found is None or teacher is None:
         source = context.last_model(model, context.run_directory(run_path))
     else:
-        source, name = resolve_model(str(found.conversion.place.base)), name or found.conversion.root.resolve().name
+        source, name = teacher, name or found.conversion.root.resolve().name
     machine = Machine(
         device, dtype, context.prompt_kernel(kernel), require_fast=require_fast, trust_remote_code=trust_remote_code
     )

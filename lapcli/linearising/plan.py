@@ -70,10 +70,11 @@ def holds_conversion(root: str | Path) -> bool:
         return False
     teacher = place.base / "config.json"
     if not teacher.is_file() and any(place.prefixes.glob("*.safetensors")):
-        first = f"remove {place.base} and " if place.base.exists() else ""
+        from lapcli.linearising.command import convert_command  # which reads what lies here
+
         raise ArtifactError(
             f"{root} holds converted layers, but not the model that they are of: there is no {teacher}",
-            f"put it back, or {first}run the `lapcli convert` that made them once more, which does that",
+            f"put it back, or have it made again from where it came: {convert_command(root)}",
         )
     return teacher.is_file()
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from lapcli.artifacts import Artifact, Lineage, artifact_digest, atomic_file, read_artifact
 from lapcli.data import fingerprint
-from lapcli.errors import ArtifactError
-from lapcli.families.source import ModelSource
 from lapcli.linearising.plan import LinearisingPlan, Place
 from lapcli.stages.lineage import refuse_stale
 
@@ -77,21 +75,6 @@ def stored(place: Place) -> list[Artifact]:
         if artifact.lineage.settings.get("number") != len(found) + 1:
             break
         found.append(artifact)
-    return found
-
-
-def checked(place: Place, base: ModelSource) -> list[Artifact]:
-    """The layers that are there, if they are of the model that lies beside them.
-
-    Raises:
-        ArtifactError: it has changed since.
-    """
-    found = stored(place)
-    if any(each.lineage.model.get("digest") != base.digest for each in found):
-        raise ArtifactError(
-            f"{place.base} is not the model whose layers lie in {place.prefixes}: it has changed since",
-            "put it back, or convert the model again: lapcli convert MODEL --to dsla --output DIR --overwrite",
-        )
     return found
 
 

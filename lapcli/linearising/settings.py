@@ -15,6 +15,10 @@ MEASURES = ("entropy", "loss", "outlier")
 """What sensitivity can be, beside `task:NAME`."""
 
 
+OPTIONS = {"align": "align-loss", "order": "sensitivity", "batch": "batch-size"}
+"""Options of `lapcli convert` that are not called as the settings are."""
+
+
 class LayerSettings(Settings):
     """What the converted layers are."""
 
@@ -32,6 +36,17 @@ class LayerSettings(Settings):
         if isinstance(window, int) and window < 1:
             raise ValueError("a window holds one token at least")
         return window
+
+    def idle(self, name: str) -> bool:
+        """Whether a setting has no say beside the others: sinks without a window, and of states beside one.
+
+        How much memory states would take counts where a window is to take as much.
+        """
+        if name == "sinks":
+            return self.window is None
+        return (name == "start" and self.window is not None) or (
+            name in ("states", "width") and isinstance(self.window, int)
+        )
 
 
 class SensitivitySettings(Settings):

@@ -159,20 +159,20 @@ def load_convertible(
 
     Raises:
         ArtifactError: so many layers were not converted, or the model beside them has changed since.
-        ModelError: the layers became windows, or the model cannot be loaded.
+        ModelError: layers that became windows are wanted, or the model cannot be loaded.
         UsageError: no configuration is asked for, or one of fewer layers than none.
     """
     from lapcli.families.dual_state import set_kernel
-    from lapcli.families.loading import load_model, resolve_model
+    from lapcli.families.loading import load_model
+    from lapcli.linearising.kept import checked, kept_teacher
     from lapcli.linearising.plan import Place
-    from lapcli.linearising.record import checked
 
     place = Place(Path(root))
-    base = resolve_model(str(place.base))
+    base = kept_teacher(place)
     found = checked(place, base)
     numbers = _wanted(place.root, len(found), configurations)
     settings = DualStateSettings(**found[0].lineage.settings["dual_state"]) if found else DualStateSettings()
-    if settings.window is not None:
+    if settings.window is not None and numbers[-1]:
         raise ModelError(
             f"the layers of {root} attend to a window with sinks, a control: there is no mixing them with attention",
             "export one configuration (lapcli convert --export), or convert to states",
@@ -214,9 +214,11 @@ def _wanted(root: Path, count: int, configurations: Iterable[int] | None) -> lis
     if not numbers or numbers[0] < 0:
         raise UsageError(f"configurations {numbers}: numbers of converted layers are wanted, 0 for the base")
     if numbers[-1] > count:
+        from lapcli.linearising.command import convert_command
+
         raise ArtifactError(
             f"{root} holds {count} converted layers, and a configuration of {numbers[-1]} is asked for",
-            f"lapcli convert MODEL --to dsla --fraction F --output {root}",
+            convert_command(root, "F"),
         )
     return numbers
 

@@ -23,6 +23,7 @@ from lapcli.serving.gate import App, Gate, Refused
 from lapcli.serving.jobs import Failed, Job, Piece
 from lapcli.serving.keys import ApiKeys
 from lapcli.serving.metrics import Registry
+from lapcli.serving.policy import ONLY
 from lapcli.serving.schema import ChatRequest, CompletionRequest
 from lapcli.serving.settings import Limits
 from lapcli.serving.texts import Texts, TooLong
@@ -258,7 +259,8 @@ class Service:
         notes.setdefault("reason", ",".join(dict.fromkeys(job.ended or "" for job in jobs)))
         if firsts:
             notes["first_seconds"] = round(min(firsts), 4)
-        decisions = {job.decision for job in jobs if job.decision is not None}
+        # Of a model that comes in one there is nothing to say.
+        decisions = {each for job in jobs if (each := job.decision) is not None and each.configuration != ONLY}
         if decisions:
             notes["configuration"] = ",".join(sorted(each.configuration for each in decisions))
             notes["why"] = ",".join(sorted({each.reason for each in decisions}))

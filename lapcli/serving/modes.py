@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from lapcli.artifacts import artifact_digest, digest_document
 from lapcli.errors import ArtifactError, UsageError
 from lapcli.families.source import resolve_model
+from lapcli.linearising.command import convert_command
 from lapcli.linearising.plan import Place, Shape, holds_conversion
 from lapcli.linearising.record import stored
 from lapcli.linearising.settings import layers_of, share_of_layers
@@ -48,10 +49,12 @@ class Conversion(NamedTuple):
     Attributes:
         root: the directory.
         configurations: by how much they convert, the unconverted model first; of their bytes nothing is known here.
+        windowed: whether the converted layers attend to a window.
     """
 
     root: Path
     configurations: tuple[Configuration, ...]
+    windowed: bool = False
 
     @property
     def layers(self) -> int:
@@ -81,9 +84,10 @@ def read_conversion(root: Path) -> Conversion:
     """
     place = Place(root)
     layers = Shape.of(resolve_model(str(place.base)).config).layers
-    found = [Configuration(f"0-of-{layers}", 0, layers)]
+    found, windowed = [Configuration(f"0-of-{layers}", 0, layers)], False
     for number, artifact in enumerate(stored(place), 1):
         record = artifact.lineage.record
+        windowed = windowed or (artifact.lineage.settings.get("dual_state") or {}).get("window") is not None
         for name in ("cross_entropy", "teacher_cross_entropy"):
             if type(record.get(name)) not in (int, float) or math.isnan(record[name]):
                 said = f"its {name} is {record[name]!r}" if name in record else f"it has no {name}"
@@ -95,7 +99,7 @@ def read_conversion(root: Path) -> Conversion:
         # Rounded, so that 11 after 10 is 10 %, as it is typed. What overflows is no limit's.
         increase = round(math.expm1(worse), 9) if worse < _ABSURD else math.inf
         found.append(Configuration(f"{number}-of-{layers}", number, layers, increase=increase))
-    return Conversion(root, tuple(found))
+    return Conversion(root, tuple(found), windowed)
 
 
 def parse_modes(text: str) -> list[Mode]:
@@ -190,8 +194,8 @@ def policy_of(
             done = max(each.converted for each in configurations)
             raise UsageError(
                 f"{mode.fraction} of {layers} layers are {number}, and {done} are converted in {where}",
-                f"convert more: lapcli convert MODEL --to dsla --fraction {mode.fraction} --output {where}; or pass a "
-                f"fraction of at most {done / layers:.4g}",
+                f"convert more: {convert_command(where, mode.fraction)}; or pass a fraction of at most "
+                f"{done / layers:.4g}",
             )
         if number and most_increase is not None and not chosen.increase <= most_increase:
             raise UsageError(
@@ -203,7 +207,7 @@ def policy_of(
     if len(configurations) < 2:
         raise UsageError(
             f"nothing is converted in {where}, so there is nothing to adapt",
-            f"lapcli convert MODEL --to dsla --fraction 0.5 --output {where}",
+            convert_command(where, "0.5"),
         )
     limit = DEFAULT_INCREASE if most_increase is None else most_increase
     allowed = Adaptive(caps, limit).within(configurations)
@@ -345,6 +349,14 @@ def find_conversion(model: str | None, wish: Wish) -> Served | None:
         wish.refuse(model or "the model")
         return None
     conversion = read_conversion(Path(model))
+    if conversion.windowed and mode.name != NEVER:
+        last = conversion.configurations[-1]
+        made = conversion.place.model(last.converted, last.layers)
+        raise UsageError(
+            f"the layers of {model} attend to a window with sinks, a control: there is no mixing them with attention",
+            f"serve one configuration by itself: lapcli convert --export {last.share:.4g} --output {model}; then "
+            f"lapcli serve {made}; or the unconverted model: lapcli serve {model} --fraction 0",
+        )
     policy, chosen = policy_of(
         mode,
         conversion.configurations,

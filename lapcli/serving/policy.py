@@ -161,6 +161,10 @@ class Policy(Protocol):
         ...
 
 
+ONLY = "base"
+"""What the configuration of a model is called that comes in one; it says nothing of the model."""
+
+
 class OneConfiguration:
     """For models that come in one configuration.
 
@@ -169,7 +173,7 @@ class OneConfiguration:
         reason: why there is no choice.
     """
 
-    def __init__(self, name: str = "base", reason: str = "the only one"):
+    def __init__(self, name: str = ONLY, reason: str = "the only one"):
         self.decision = Decision(name, reason)
 
     def choose(self, request: RequestFacts, load: Load) -> Decision:

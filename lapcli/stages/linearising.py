@@ -10,7 +10,6 @@ Source: arXiv 2506.09316, Sec. 4.3 and 4.4.
 
 import contextlib
 import math
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapcli.artifacts import Artifact, Lineage, RunDirectory, artifact_digest, atomic_directory, write_document
+from lapcli.artifacts import Artifact, Lineage, RunDirectory, artifact_digest, write_document
 from lapcli.data import check_source, parse_mixture
 from lapcli.errors import ArtifactError, ModelError, UsageError
 from lapcli.evaluation.harness import check_names
@@ -28,17 +27,17 @@ from lapcli.evaluation.tasks import expand, parse_tasks
 from lapcli.families.dual_state import TEACHERS, model_code
 from lapcli.families.remote.lapcli_dual_state import DualStateSettings
 from lapcli.families.source import (
-    INDEX_FILE,
     LOADED_BY_CODE,
     ModelSource,
-    companions,
     refuse_quantised,
     resolve_model,
 )
 from lapcli.linearising.chain import Chain
+from lapcli.linearising.command import convert_command
+from lapcli.linearising.kept import checked, keep_teacher, kept_teacher, state_of_teacher
 from lapcli.linearising.layer_order import layer_order
 from lapcli.linearising.plan import SUMMARY_FILE, LinearisingPlan, Place, Shape, holds_conversion
-from lapcli.linearising.record import MEND, checked, converted, measured, summarise
+from lapcli.linearising.record import converted, measured, summarise
 from lapcli.linearising.settings import LinearisingSettings, layers_of
 from lapcli.machine import Machine
 from lapcli.reporting import Reporter, SilentReporter
@@ -140,6 +139,7 @@ def plan_linearising(
                 f"{root} holds {source.name} itself, which --overwrite would remove", "name another with --output"
             )
         return plan
+    state_of_teacher(plan)
     found = measured(plan)
     return replace(plan, done=len(converted(plan)), measured=() if found is None else found.names)
 
@@ -178,7 +178,7 @@ def linearise_into(
     with RunDirectory(place.root).lock(), searching:
         if plan.overwrite:
             _forget(place)
-        worked = _keep_base(plan, reporter)
+        worked = keep_teacher(plan, reporter)
         order, found = layer_order(plan, machine, reporter)
         chain = Chain(plan, order, machine, micro_batch, tasks, limit, reporter, cuda_graphs)
         worked = bool(chain.run()) or worked
@@ -226,16 +226,7 @@ def export_prefix(
     Raises:
         ArtifactError: so many layers were not converted; something else lies at `output`; a full disk.
     """
-    place = Place(root)
-    base = resolve_model(str(place.base))
-    found = checked(place, base)
-    count = Shape.of(base.config).layers
-    if number > len(found):
-        raise ArtifactError(
-            f"{root} holds {len(found)} converted layers of {count}, and {number} are asked for",
-            f"lapcli convert MODEL --to dsla --fraction {number / count:.4g} --output {root}",
-        )
-    chosen = found[:number]
+    base, chosen = prefix_of(root, number)
     lineage = Lineage(
         kind="model",
         model=base.describe(),
@@ -257,10 +248,27 @@ def export_prefix(
     settings = DualStateSettings(**{**chosen[-1].lineage.settings["dual_state"], "layers": lineage.settings["layers"]})
     write_converted(
         base, settings.as_config(), tensors, output,
-        card=_card(base, chosen, count), overwrite=True, reporter=reporter,
+        card=_card(base, chosen, Shape.of(base.config).layers), overwrite=True, reporter=reporter,
     )  # fmt: skip
     write_document(output / LINEAGE_FILE, replace(lineage, record={OWN_DIGEST: resolve_model(str(output)).digest}))
     return True
+
+
+def prefix_of(root: Path, number: int) -> tuple[ModelSource, list[Artifact]]:
+    """The teacher of a conversion, and the first `number` of its converted layers.
+
+    Raises:
+        ArtifactError: so many were not converted; or the teacher is damaged.
+    """
+    place = Place(root)
+    base = kept_teacher(place)
+    found, count = checked(place, base), Shape.of(base.config).layers
+    if number > len(found):
+        raise ArtifactError(
+            f"{root} holds {len(found)} converted layers of {count}, and {number} are asked for",
+            convert_command(root, f"{number / count:.4g}"),
+        )
+    return base, found[:number]
 
 
 def check_export(root: Path, output: Path, *, overwrite: bool = False) -> None:
@@ -296,31 +304,6 @@ def number_of(root: Path, fraction: str) -> int:
 def default_export(root: Path, number: int) -> Path:
     """Where the model of a prefix goes if nobody says."""
     return Place(root).model(number, Shape.of(resolve_model(str(root / "base")).config).layers)
-
-
-def _keep_base(plan: LinearisingPlan, reporter: Reporter) -> bool:
-    """Put the teacher into the directory: links where the file system has them, copies elsewhere."""
-    base = plan.place.base
-    if base.is_dir():
-        if resolve_model(str(base)).digest == plan.source.digest:
-            return False
-        raise ArtifactError(f"{base} is not {plan.source.name}, which is to be converted there", MEND)
-    source = plan.source
-    names = {"config.json", "README.md", INDEX_FILE, *(path.name for path in source.shards), *companions(source)}
-    files = [source.path / name for name in sorted(names) if (source.path / name).is_file()]
-    with (
-        atomic_directory(base) as folder,
-        reporter.task(f"keeping {source.name}", total=len(files), unit="files") as task,
-    ):
-        for path in files:
-            target = folder / path.relative_to(source.path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(path.resolve(), target)
-            except OSError:
-                shutil.copyfile(path, target)
-            task.advance()
-    return True
 
 
 def _check_ours(place: Place) -> None:
