@@ -345,13 +345,45 @@ def read_recipe(path: Path) -> Recipe:
         RecipeError: it is missing, no YAML, or not a valid recipe; or it is one of `lapcli train` or `convert`.
     """
     settings = read_settings(path)
-    if isinstance(settings.get("model"), dict) or "from" in settings:
-        raise RecipeError(f"{path} is a recipe of training, not of a chain", f"lapcli train {path}")
-    if "distillation" in settings:
-        raise RecipeError(
-            f"{path} is a recipe of a conversion, not of a chain", f"lapcli convert --recipe {path} --output DIR"
-        )
+    refuse_other_recipe(path, settings, "chain", "sweep")
     return validate(Recipe, settings, str(path))
+
+
+_COMMANDS = {
+    "training": "lapcli train {}",
+    "conversion": "lapcli convert --recipe {} --output DIR",
+    "sweep": "lapcli sweep {}",
+    "chain": "lapcli run {}",
+}
+"""What runs a recipe, by what it is of."""
+_OF = {"training": "training", "conversion": "a conversion", "sweep": "a sweep", "chain": "a chain"}
+
+
+def kind_of_recipe(settings: dict[str, Any]) -> str | None:
+    """What a recipe file is of: `training`, `conversion`, `sweep` or `chain`; `None` where its settings say none."""
+    if "distillation" in settings:
+        return "conversion"
+    if isinstance(settings.get("model"), dict) or "from" in settings:
+        return "training"
+    if "sweep" in settings:
+        return "sweep"
+    return "chain" if {"calibration", "selection", "recovery"} & settings.keys() else None
+
+
+def refuse_other_recipe(path: Path, settings: dict[str, Any], *wanted: str) -> None:
+    """Refuse a recipe that another command runs.
+
+    Args:
+        path: of the file.
+        settings: that it holds.
+        wanted: kinds that are taken, the one that is looked for first.
+
+    Raises:
+        RecipeError: naming the command.
+    """
+    kind = kind_of_recipe(settings)
+    if kind is not None and kind not in wanted:
+        raise RecipeError(f"{path} is a recipe of {_OF[kind]}, not of {_OF[wanted[0]]}", _COMMANDS[kind].format(path))
 
 
 def read_settings(path: Path) -> dict[str, Any]:

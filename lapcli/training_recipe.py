@@ -8,8 +8,15 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from lapcli.errors import RecipeError
-from lapcli.recipe import Contradiction, Optimizer, Settings, TrainingSettings, read_settings, validate
+from lapcli.recipe import (
+    Contradiction,
+    Optimizer,
+    Settings,
+    TrainingSettings,
+    read_settings,
+    refuse_other_recipe,
+    validate,
+)
 
 Documents = Literal["apart", "joined"]
 Start = Literal["stock", "spread"]
@@ -155,9 +162,7 @@ def read_training_recipe(path: Path, **given: Any) -> PretrainingSettings:
         RecipeError: it is missing, no YAML, not a valid recipe; or it is one of another command.
     """
     settings = read_settings(path)
-    if {"calibration", "selection"} & settings.keys():
-        command = "sweep" if "sweep" in settings else "run"
-        raise RecipeError(f"{path} is a recipe of `lapcli {command}`, not of training", f"lapcli {command} {path}")
+    refuse_other_recipe(path, settings, "training")
     for pair in (("model", "from"), ("tokens", "steps"), ("warmup", "warmup_steps")):
         if any(_KEYS.get(name, name) in given for name in pair):
             for name in pair:

@@ -17,6 +17,7 @@ from lapcli.artifacts.store import (
     write_artifact,
     write_document,
 )
+from lapcli.artifacts.taken import is_conversion, taken
 
 __all__ = [
     "ANALYSIS_FILE",
@@ -36,12 +37,14 @@ __all__ = [
     "digest_file",
     "digest_weights",
     "encode_header",
+    "is_conversion",
     "is_marked",
     "read_artifact",
     "read_document",
     "read_header",
     "refuse_foreign",
     "refuse_unmarked",
+    "taken",
     "write_artifact",
     "write_document",
 ]

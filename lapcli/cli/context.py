@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 
 
 def run_directory(path: Path) -> "RunDirectory":
-    """The run directory of a command."""
-    from lapcli.artifacts import RunDirectory
+    """The run directory of a command.
 
+    Raises:
+        ArtifactError: it is the directory of a conversion, which holds nothing else.
+    """
+    from lapcli.artifacts import RunDirectory, is_conversion, taken
+
+    if is_conversion(path):
+        raise taken(path, "name a directory of its own with --run")
     return RunDirectory(path)
 
 

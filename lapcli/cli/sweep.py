@@ -75,8 +75,7 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Leave `DIR/sweep.json` and a run directory `DIR/cells/NAME` for each cell."""
-    from lapcli.artifacts import RunDirectory
-    from lapcli.cli import display
+    from lapcli.cli import context, display
     from lapcli.errors import LapcliError, UsageError
     from lapcli.machine import Machine
     from lapcli.stages.sweeping import plan_sweep, run_sweep, slots_for
@@ -85,6 +84,7 @@ def run(
 
     if launched():
         raise UsageError("sweep starts its own processes", "drop torchrun and pass --gpus N")
+    holder = context.run_directory(run_path)
     axes = {
         "method": _words(method), "ratio": _words(ratio), "keep": _numbers("keep", keep),
         "score_from": _words(score_from), "data": _words(data), "samples": _numbers("samples", samples),
@@ -102,7 +102,7 @@ def run(
     if dry_run:
         _would_do(plan, run_path, as_json)
         return
-    with RunDirectory(run_path).lock():
+    with holder.lock():
         watch = display.SweepDisplay(quiet, [cell.name for cell in cells])
         with watch:
             record = run_sweep(plan, directory, slots, command=["lapcli", *sys.argv[1:]], listener=watch)

@@ -14,7 +14,7 @@ from lapcli.linearising.settings import (
     check_order,
     layers_of,
 )
-from lapcli.recipe import Settings, read_settings, validate
+from lapcli.recipe import Settings, kind_of_recipe, read_settings, refuse_other_recipe, validate
 
 
 class ConversionRecipe(Settings):
@@ -54,11 +54,6 @@ class ConversionRecipe(Settings):
         )
 
 
-def is_conversion(settings: dict[str, Any]) -> bool:
-    """Whether a recipe file's settings are of a conversion."""
-    return "distillation" in settings
-
-
 def read_conversion(path: Path) -> ConversionRecipe:
     """Read a recipe file.
 
@@ -66,6 +61,10 @@ def read_conversion(path: Path) -> ConversionRecipe:
         RecipeError: it is missing, no YAML, or no valid recipe of a conversion.
     """
     settings = read_settings(path)
-    if not is_conversion(settings):
-        raise RecipeError(f"{path} is no recipe of a conversion: it has no `distillation`", f"lapcli run {path}")
+    refuse_other_recipe(path, settings, "conversion")
+    if kind_of_recipe(settings) is None:
+        raise RecipeError(
+            f"{path} is no recipe of a conversion: it has no `distillation`",
+            "`lapcli list recipes` shows those that ship",
+        )
     return validate(ConversionRecipe, settings, str(path))

@@ -20,6 +20,7 @@ from lapcli.artifacts import (
     TensorEntry,
     atomic_directory,
     encode_header,
+    taken,
     write_document,
 )
 from lapcli.errors import ArtifactError, LapcliError, ModelError, UsageError
@@ -278,11 +279,11 @@ def _lineage_there(output: Path) -> Lineage:
     """The lineage of what lies there.
 
     Raises:
-        ArtifactError: lapcli did not write it; not even --overwrite may remove what is not ours.
+        ArtifactError: no conversion to a Q-Delta wrote it; not even --overwrite may remove anything else.
     """
     lineage = sliced_lineage(output) if output.is_dir() else None
-    if lineage is None:
-        raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
+    if lineage is None or lineage.settings.get("stage") != "conversion":
+        raise taken(output)
     return lineage
 
 

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from lapcli.artifacts import Lineage, read_document
+from lapcli.artifacts import Lineage, read_document, taken
 from lapcli.errors import ArtifactError
 from lapcli.reporting import Reporter
 from lapcli.stages.lineage import refuse_stale
@@ -53,7 +53,7 @@ def check_ours(folder: Path, ours: Collection[str]) -> None:
         return
     there = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {folder.name}
     if there and not set(ours) & there:
-        raise ArtifactError(f"{folder} is there, but lapcli did not write it", "remove it, or pass another --run DIR")
+        raise taken(folder, "pass another --run DIR")
 
 
 def left_before(

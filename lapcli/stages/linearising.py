@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapcli.artifacts import Artifact, Lineage, RunDirectory, artifact_digest, write_document
+from lapcli.artifacts import Artifact, Lineage, RunDirectory, artifact_digest, is_conversion, taken, write_document
+from lapcli.artifacts.taken import made_there
 from lapcli.data import check_source, parse_mixture
 from lapcli.errors import ArtifactError, ModelError, UsageError
 from lapcli.evaluation.harness import check_names
@@ -45,6 +46,8 @@ from lapcli.stages.calibration import check_length
 from lapcli.stages.dual_state_writing import write_converted
 from lapcli.stages.lineage import LINEAGE_FILE, OWN_DIGEST, refuse_stale, sliced_lineage
 from lapkernels._triton import quick_searches
+
+_STAGE = "linearising"
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ def export_prefix(
         kind="model",
         model=base.describe(),
         family="dsla",
-        settings={"stage": "linearising", "layers": [each.lineage.settings["layer"] for each in chosen]},
+        settings={"stage": _STAGE, "layers": [each.lineage.settings["layer"] for each in chosen]},
         parents={"layer": artifact_digest(chosen[-1])},
     )
     check_export(root, output, overwrite=overwrite)
@@ -285,8 +288,9 @@ def check_export(root: Path, output: Path, *, overwrite: bool = False) -> None:
     place, base = output.resolve(), root.resolve() / "base"
     if base == place or base in place.parents or place in base.parents:
         raise ArtifactError(f"{output} is, holds or lies in {base}, which is needed here", "name another place")
-    if output.exists() and sliced_lineage(output) is None:
-        raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
+    there = sliced_lineage(output) if output.exists() else None
+    if output.exists() and (there is None or there.settings.get("stage") != _STAGE):
+        raise taken(output)
 
 
 def number_of(root: Path, fraction: str) -> int:
@@ -312,6 +316,8 @@ def _check_ours(place: Place) -> None:
     if not place.root.is_dir():
         raise ArtifactError(f"{place.root} is no directory", "name another with --output")
     other = sorted(path.name for path in place.root.iterdir() if path.name not in ours and path.name[0] != ".")
+    if other and made_there(place.root) is not None and not is_conversion(place.root):
+        raise taken(place.root, "name another directory with --output")
     if other:
         raise ArtifactError(
             f"{place.root} holds {other[0]}, which no conversion writes", "name another directory with --output"

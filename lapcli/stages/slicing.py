@@ -24,6 +24,7 @@ from lapcli.artifacts import (
     atomic_directory,
     encode_header,
     read_artifact,
+    taken,
     write_document,
 )
 from lapcli.errors import ArtifactError, FamilyError, LapcliError, ModelError
@@ -397,7 +398,7 @@ def _lineage_there(source: ModelSource, selection: Artifact, output: Path) -> Li
     Raises:
         ArtifactError: something else lies there; not even --overwrite may remove what is not ours.
     """
-    foreign = ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
+    foreign = taken(output)
     if not output.is_dir():
         raise foreign
     try:

@@ -29,6 +29,7 @@ from lapcli.artifacts import (
     atomic_file,
     read_artifact,
     read_document,
+    taken,
     write_artifact,
     write_document,
 )
@@ -297,7 +298,7 @@ def save_adapter(
         if not tensor.isfinite().all():
             raise ArtifactError(f"{name} holds NaN or infinity; {folder} was not written", "go on from a checkpoint")
     if overwrite and folder.exists() and not (folder / LINEAGE_FILE).is_file():
-        raise ArtifactError(f"{folder} is there, but lapcli did not write it", "remove it, or name another place")
+        raise taken(folder)
     lineage = Lineage(
         kind="adapter",
         model=source.describe(),

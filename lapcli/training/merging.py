@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapcli.artifacts import Lineage, TensorEntry, atomic_directory, digest_file, write_document
+from lapcli.artifacts import Lineage, TensorEntry, atomic_directory, digest_file, taken, write_document
 from lapcli.errors import ArtifactError, FamilyError
 from lapcli.families.loading import skeleton
 from lapcli.families.registry import family_for
@@ -312,7 +312,7 @@ def _check_place(source: ModelSource, adapter: Path, output: Path, overwrite: bo
         if place == needed or place in needed.parents:
             raise ArtifactError(f"{output} holds {needed}, which is needed here", "pass --output DIR")
     if overwrite and output.exists() and not (output / LINEAGE_FILE).is_file():
-        raise ArtifactError(f"{output} is there, but lapcli did not write it", "remove it, or name another place")
+        raise taken(output)
 
 
 def _digest(adapter: Path) -> str:
