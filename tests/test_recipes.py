@@ -21,6 +21,7 @@ from lapcli.linearising.settings import layers_of
 from lapcli.machine import Machine
 from lapcli.recipe import read_recipe
 from lapcli.reporting import SilentReporter
+from lapcli.shipped import find_recipe
 from lapcli.stages.analysis import AnalysisInputs, analyse
 from lapcli.stages.evaluation import models_of
 from lapcli.stages.selection import budget_for
@@ -30,6 +31,7 @@ from lapcli.sweeps.work import Job, do
 from lapcli.testing.dual_state import tiny_source
 from lapcli.testing.models import tiny_gated_deltanet
 from lapcli.training.adapters import ALPHA, RANK
+from lapcli.training_recipe import read_training_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = {
@@ -209,3 +211,28 @@ def test_a_small_conversion_runs(tmp_path, monkeypatch, capsys):
     assert len(found["order"]) == 1
     made = json.loads((tmp_path / "out" / "conversion.json").read_text())["settings"]["distillation"]
     assert (made["steps"], made["seq_len"], made["lr"], made["lr_min"]) == (2, 32, 3e-3, 3e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("demo/dsla", "lapcli convert --recipe {} --output DIR"),
+        ("train/small-gdn", "lapcli train {}"),
+        ("demo/recovery", "lapcli sweep {}"),
+        ("gated_deltanet/demo-half", "lapcli run {}"),
+    ],
+)
+def test_every_command_names_at_once_the_one_that_a_recipe_is_for(name, right):
+    path = find_recipe(Path(name))
+    said = right.format(path)
+    readers = {"train": read_training_recipe, "convert": read_conversion, "run": read_recipe}
+    refusing = 0
+    for command, read in readers.items():
+        if command in right or (command == "run" and "sweep" in right):
+            read(path)
+            continue
+        with pytest.raises(RecipeError, match="is a recipe of ") as raised:
+            read(path)
+        assert raised.value.hint == said
+        refusing += 1
+    assert refusing == 2

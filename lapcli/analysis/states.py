@@ -119,6 +119,7 @@ class Walker:
         if self._own:
             found = held.recurrent
         elif isinstance(held, DualStateCacheLayer):
+            assert held.recurrent is not None
             # Its states lie before the key heads.
             found = held.recurrent.transpose(1, 2).flatten(1, 2)
         else:

@@ -382,3 +382,11 @@ def test_a_conversion_that_has_only_begun_is_its_base(tmp_path):
     assert [each.name for each in engine.configurations] == ["0-of-3"]
     (row,) = prompts_of(6, high=250)
     assert distance(engine.prefill(row).logits, full_logits(load_model(resolve_model(str(root / "base"))), row)) < FP32
+
+
+def test_of_a_conversion_to_windows_there_is_the_base(tmp_path):
+    root = tiny_conversion(tmp_path / "dir", order=(2, 0), window=8)
+    engine = Engine.load(root, configurations=[0], max_length=64)
+    assert [each.name for each in engine.configurations] == ["0-of-3"]
+    (row,) = prompts_of(20, high=250)
+    assert distance(engine.prefill(row).logits, full_logits(load_model(resolve_model(str(root / "base"))), row)) < FP32

@@ -308,4 +308,6 @@ def test_keys_and_prompts_are_in_no_log(scripted, capfd):
     found = [line for line in lines if line["event"] == "request"]
     assert [(line["status"], line["client"]) for line in found] == [(200, "key-1"), (401, "nobody")]
     assert found[0]["prompt_tokens"] == 10
+    # Nothing was chosen: the model comes in one configuration.
+    assert not {"configuration", "why"} & found[0].keys()
     assert not any(word in said for word in ("secret", "wrong", "the prompt", "my stop"))
