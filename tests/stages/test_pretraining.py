@@ -368,7 +368,7 @@ def test_settings_that_contradict_each_other_are_refused(place, given, said):
 def test_recipes_are_told_apart_and_misspellings_named(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model: demo:gdn\ncalibration: {data: builtin, samples: 1, seq_len: 64}\nselection: {ratio: 0.5}\n")
-    with pytest.raises(RecipeError, match="is a recipe of `lapcli run`"):
+    with pytest.raises(RecipeError, match="is a recipe of a chain, not of training"):
         read_training_recipe(path)
     path.write_text("from: demo:gdn\ndata: builtin\nseq_len: 64\nbatch_token: 64\nsteps: 1\n")
     with pytest.raises(RecipeError, match="did you mean 'batch_tokens'"):
