@@ -32,6 +32,11 @@ LOG = "LAPCLI_PROCESS_LOG"
 _DONE, _SEEN, _FAILED = "lapcli/done", "lapcli/seen", "lapcli/failed"
 _FAREWELL = 20.0
 """Seconds that the leader waits for those who have not yet seen that it is done."""
+_SETTLING = 0.1
+"""Seconds in which gloo's threads let go of what they were given, for which they want the interpreter's lock.
+
+Whoever ends the group before that, as a wrapped model that is let go does, holds the lock and waits for them for ever.
+"""
 
 Arguments = ParamSpec("Arguments")
 
@@ -281,6 +286,7 @@ def _group() -> Generator[Any]:
     try:
         yield store
     finally:
+        time.sleep(_SETTLING)
         dist.destroy_process_group()
 
 

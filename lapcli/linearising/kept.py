@@ -1,7 +1,9 @@
 """The teacher that a conversion keeps beside its layers, so that it stands alone: put there, checked, restored."""
 
+import contextlib
 import os
 import shutil
+from pathlib import Path
 from typing import Literal
 
 from lapcli.artifacts import Artifact, atomic_directory
@@ -73,6 +75,8 @@ def state_of_teacher(plan: LinearisingPlan) -> State:
 def keep_teacher(plan: LinearisingPlan, reporter: Reporter) -> bool:
     """Put the teacher into the directory: links where the file system has them, copies elsewhere.
 
+    A shipped model is copied: who writes into a link would alter it.
+
     Returns:
         Whether it was not there, whole.
 
@@ -93,12 +97,17 @@ def keep_teacher(plan: LinearisingPlan, reporter: Reporter) -> bool:
         for path in files:
             target = folder / path.relative_to(source.path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(path.resolve(), target)
-            except OSError:
-                shutil.copyfile(path, target)
+            _link_or_copy(path, target, link=not source.is_demo)
             task.advance()
     return True
+
+
+def _link_or_copy(path: Path, target: Path, *, link: bool) -> None:
+    if link:
+        with contextlib.suppress(OSError):
+            os.link(path.resolve(), target)
+            return
+    shutil.copyfile(path, target)
 
 
 def _restoring(place: Place) -> str:

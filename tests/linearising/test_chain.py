@@ -129,6 +129,8 @@ def test_the_first_steps_are_small_where_states_are_hundreds_of_times_too_large(
     before, *steps = (line["validation"]["loss"] if "validation" in line else line["loss"] for line in curve)
     # Folded into the projection at once, the factors made this 20000.
     assert max(steps) < 2 * before
+    # Who writes into what is kept does not alter what is shipped.
+    assert (root / "base" / "model.safetensors").stat().st_nlink == 1
 
 
 def test_what_is_done_is_not_done_again_and_a_fraction_can_grow(source, text, tmp_path, at_once):

@@ -251,7 +251,7 @@ def test_what_does_not_come(scripted):
 
 def test_a_client_that_does_not_read(scripted):
     """Its row ends, and so does its connection."""
-    with scripted(pace=0.0, limits=Limits(send_seconds=0.2)) as server:
+    with scripted(pace=0.05, limits=Limits(send_seconds=0.2)) as server:
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect(("127.0.0.1", server.port))
